@@ -1,0 +1,62 @@
+"""`qkvshare`: the commands, and how errors end them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from .. import QKVShareError, __version__
+from . import bench
+from .chat import chat
+from .demo import demo
+from .terminal import Terminal
+
+
+@dataclass
+class _Settings:
+    debug: bool = False
+
+
+_settings = _Settings()
+# Plain help and plain tracebacks: typer's rich modes would read brackets in foreign text as markup.
+app = typer.Typer(
+    name="qkvshare",
+    help="Several LLM agents share one quantized KV cache: computed once, held once, handed over by reference.",
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+app.command()(demo)
+app.command()(chat)
+app.add_typer(bench.app, name="bench")
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"qkvshare {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    _settings.debug = debug
+
+
+def main() -> None:
+    """The `qkvshare` script. An error that the library or the system reports is one line and exit code 2."""
+    terminal = Terminal()
+    try:
+        app(prog_name="qkvshare")
+    except (QKVShareError, OSError) as error:
+        if _settings.debug:
+            raise
+        terminal.error(error)
+        raise SystemExit(2) from None

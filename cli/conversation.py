@@ -1,0 +1,160 @@
+"""One conversation among several agents: whoever speaks next takes the context over by reference."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, replace
+
+from .. import (
+    AgentSession,
+    HandoffCoordinator,
+    HandoffRecord,
+    LoadedModel,
+    Message,
+    QKVShareError,
+    Sampling,
+    SharedKVCacheManager,
+)
+from ..errors import ContextLimitError, InvalidValueError
+from .lines import clean
+from .terminal import Interrupts, ProgressLine, Terminal, format_bytes
+
+
+@dataclass(frozen=True)
+class AgentSpec:
+    """An agent's name and its role prompt, as `--agent NAME[:ROLE]` gives them."""
+
+    name: str
+    role: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> AgentSpec:
+        name, _, role = (part.strip() for part in clean(text)[0].partition(":"))
+        if not name:
+            raise InvalidValueError(f"--agent: expected NAME or NAME:ROLE, got {text!r}")
+        return cls(name, role or None)
+
+
+@dataclass(frozen=True)
+class ChatSettings:
+    """What the chat runs with. `max_context` and `max_tokens` are filled in by `resolve`: no None is left."""
+
+    sampling: Sampling
+    system: str | None = None
+    max_context: int | None = None
+    max_tokens: int | None = None
+
+    def resolve(self, model: LoadedModel) -> tuple[ChatSettings, int, int]:
+        """The settings with the limits that hold, and these two limits."""
+        context = model.spec.max_context_tokens if self.max_context is None else self.max_context
+        reply = min(256, max(1, context // 2)) if self.max_tokens is None else self.max_tokens
+        return replace(self, max_context=context, max_tokens=reply), context, reply
+
+
+class Conversation:
+    """A session per agent, of which one, `current`, holds the conversation."""
+
+    def __init__(
+        self,
+        agents: list[AgentSpec],
+        model: LoadedModel,
+        manager: SharedKVCacheManager,
+        settings: ChatSettings,
+        terminal: Terminal,
+    ):
+        names = [agent.name for agent in agents]
+        if double := next((name for name in names if names.count(name) > 1), None):
+            raise InvalidValueError(f"--agent: expected different names, got {double!r} twice")
+        self.settings, self.max_context, self.max_tokens = settings.resolve(model)
+        self.manager, self.coordinator, self._terminal = manager, HandoffCoordinator(manager), terminal
+        self.sessions = {
+            agent.name: AgentSession(
+                agent.name, model, manager, role_prompt=agent.role, sampling=settings.sampling,
+                max_context_tokens=self.max_context,
+            )
+            for agent in agents
+        }  # fmt: skip
+        self.current = self.sessions[names[0]]
+        self._open()
+
+    def _open(self) -> None:
+        if self.settings.system:
+            self.current.messages.append(Message("system", self.settings.system))
+
+    def restart(self) -> None:
+        """Forget all that was said."""
+        for session in self.sessions.values():
+            session.reset()
+        self._open()
+
+    def close(self) -> None:
+        for session in self.sessions.values():
+            session.close()
+
+    def switch(self, name: str) -> HandoffRecord | None:
+        """Hand the conversation to agent `name`; None if it has it already."""
+        receiver = self.sessions.get(name)
+        if receiver is None:
+            raise InvalidValueError(f"no agent {name!r}; there are: {', '.join(self.sessions)}")
+        if receiver is self.current:
+            return None
+        record = self.coordinator.request_handoff(self.current, receiver)
+        self.current = receiver
+        return record
+
+    def answer(self, text: str) -> None:
+        """Stream the current agent's reply. Ctrl-C stops it; what was shown stays in the history."""
+        terminal, progress, is_started = self._terminal, ProgressLine(self._terminal), False
+        with Interrupts() as interrupts:
+
+            def prefilled(done: int, total: int) -> None:
+                progress("prefill", done, total)
+                interrupts.check()
+
+            stream = self.current.stream(text, max_tokens=self.max_tokens, progress=prefilled)
+            try:
+                with contextlib.closing(stream):  # type: ignore[type-var]
+                    for chunk in stream:
+                        if not is_started:
+                            progress.close()
+                            terminal.label(self.current.name)
+                            is_started = True
+                        terminal.stream(chunk.text)
+                        if interrupts.is_set:
+                            break
+            except KeyboardInterrupt:  # during prefill, or Ctrl-C twice
+                pass
+            except QKVShareError as error:
+                progress.close()
+                self._end_line(is_started)
+                terminal.error(self._advice(error))
+                return
+            progress.close()
+            self._end_line(is_started)
+            if interrupts.is_set:
+                kept = "what was shown is kept" if is_started else "the message was taken back"
+                terminal.note(f"(stopped; {kept})")
+
+    def _end_line(self, is_started: bool) -> None:
+        if is_started:
+            self._terminal.line()
+
+    def _advice(self, error: QKVShareError) -> str:
+        if isinstance(error, ContextLimitError):
+            return f"{error} ({self.max_tokens} of them for the reply); /new starts over"
+        return str(error)
+
+    def stats(self) -> list[tuple[str, str]]:
+        """What `/stats` shows, as pairs."""
+        stats, current, records = self.manager.stats(), self.current, self.coordinator.records
+        used = f"{format_bytes(stats.used_bytes)} of {format_bytes(stats.budget_bytes)}"
+        return [
+            ("speaking", current.name),
+            ("agents", ", ".join(self.sessions)),
+            ("context", f"{current.num_tokens} of {self.max_context} tokens, {current.prefix.num_tokens} sealed"),
+            ("bytes in use", f"{used} ({format_bytes(stats.private_bytes)} private, not sealed yet)"),
+            ("segments", str(stats.num_segments)),
+            ("handoffs", str(len(records))),
+            ("bytes copied by handoffs", str(sum(record.bytes_copied for record in records))),
+            ("bytes handed over by reference", format_bytes(sum(record.bytes_referenced for record in records))),
+        ]

@@ -1,0 +1,56 @@
+"""Options that several commands share, and what is made of them."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .. import LoadedModel, QuantSpec, load
+from ..errors import InvalidValueError
+from .terminal import ProgressLine, Terminal
+
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="SOURCE",
+        help="A Hub id, an mlx-lm directory or a .gguf file.",
+        show_default="SmolLM2-135M-Instruct",
+    ),
+]
+CacheDir = Annotated[
+    Path | None, typer.Option("--cache-dir", help="Where converted models are kept.", show_default="the user's cache")
+]
+Bits = Annotated[int | None, typer.Option("--bits", help="Bits of keys and values: 2, 3, 4, 5, 6, 8; 16 = off.")]
+KBits = Annotated[int | None, typer.Option("--k-bits", help="Bits of the keys.", show_default="--bits, or 8")]
+VBits = Annotated[int | None, typer.Option("--v-bits", help="Bits of the values.", show_default="--bits, or 8")]
+GroupSize = Annotated[int, typer.Option("--group-size", help="Values per scale: 32, 64 or 128.")]
+Temperature = Annotated[float, typer.Option("--temperature", help="0 takes the most likely token.")]
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
+_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+def quant_spec(bits: int | None, k_bits: int | None, v_bits: int | None, group_size: int) -> QuantSpec:
+    """--k-bits and --v-bits win over --bits; without any, 8."""
+    both = 8 if bits is None else bits
+    return QuantSpec(both if k_bits is None else k_bits, both if v_bits is None else v_bits, group_size)
+
+
+def parse_bytes(text: str) -> int:
+    """ "512M" -> 536870912; K, M, G and T count in 1024s."""
+    match = _SIZE.fullmatch(text.strip())
+    count = int(float(match[1]) * _UNITS[match[2].lower()]) if match else 0
+    if count <= 0:
+        raise InvalidValueError(f"--budget: expected a size such as 512M or 2G, got {text!r}")
+    return count
+
+
+def load_model(source: str | None, cache_dir: Path | None, terminal: Terminal) -> LoadedModel:
+    """`load` with its progress on stderr."""
+    with contextlib.closing(ProgressLine(terminal)) as progress:
+        return load(source, cache_dir=cache_dir, progress=progress)

@@ -1,0 +1,51 @@
+"""Several LLM agents share one quantized KV cache: held once, handed over by reference."""
+
+from typing import TYPE_CHECKING, Any
+
+from .attention import QuantizedAttention, quantized_attention
+from .chat import Message
+from .errors import QKVShareError
+from .handoff import HandoffCoordinator, HandoffRecord
+from .layer_cache import LayerCache
+from .manager import SharedKVCacheManager, SharedPrefix
+from .package import HandoffPackage
+from .sampling import Sampling
+from .segment import SegmentView, SharedSegment
+from .session import AgentSession, StreamChunk
+from .spec import CacheSpec, QuantSpec
+
+if TYPE_CHECKING:
+    from .model import LoadedModel, load
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AgentSession",
+    "CacheSpec",
+    "HandoffCoordinator",
+    "HandoffPackage",
+    "HandoffRecord",
+    "LayerCache",
+    "LoadedModel",
+    "Message",
+    "QKVShareError",
+    "QuantSpec",
+    "QuantizedAttention",
+    "Sampling",
+    "SegmentView",
+    "SharedKVCacheManager",
+    "SharedPrefix",
+    "SharedSegment",
+    "StreamChunk",
+    "load",
+    "quantized_attention",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Loading needs mlx-lm and its tokenizers; the rest runs where only MLX does (an iPad, say).
+    if name in ("LoadedModel", "load"):
+        from . import model
+
+        return getattr(model, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

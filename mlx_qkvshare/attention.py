@@ -1,0 +1,270 @@
+"""Attention over a shared packed prefix and a private tail, and the seam that routes mlx-lm's models to it.
+
+Letters: H query heads, Hk KV heads, R = H / Hk, L new tokens, S tokens of one part, T all tokens, D head dim.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from .errors import UnsupportedModelError
+from .layer_cache import LayerCache, routing
+from .quantize import QuantizedTensor, pad_last
+
+
+class Route(enum.Enum):
+    """How one attention call reads the packed prefix."""
+
+    PACKED = "packed"
+    """Scores and outputs by `quantized_matmul` on the packed bytes; nothing is unpacked."""
+    DEQUANTIZE = "dequantize"
+    """This layer's prefix is unpacked once, transiently, for `mx.fast.scaled_dot_product_attention`."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The router's choice for one call, and why. `print` it."""
+
+    route: Route
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.route.value}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class QuantizedAttention:
+    """Attention for queries over (packed segments ++ full-precision tail), with a router between two paths.
+
+    `packed_rows` is the largest number of query rows per KV head (R * L) that reads packed bytes
+    directly. More rows amortise one dequantization per layer, which fused attention then repays
+    (mlx-lm #1510, unsloth-zoo #1151); the default was measured with `qkvshare bench handoff`.
+    """
+
+    packed_rows: int = 24
+
+    def decide(self, num_queries: int, gqa_factor: int) -> Decision:
+        """Choose the route for L = `num_queries` new tokens and R = `gqa_factor`."""
+        rows = num_queries * gqa_factor
+        if rows <= self.packed_rows:
+            return Decision(Route.PACKED, f"{rows} rows per KV head, at most {self.packed_rows}")
+        return Decision(Route.DEQUANTIZE, f"{rows} rows per KV head, more than {self.packed_rows}")
+
+    def attend(
+        self,
+        queries: mx.array,
+        cache: LayerCache,
+        *,
+        scale: float,
+        mask: mx.array | str | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """Softmax attention of `queries` over all `cache.offset` tokens. The queries are left as they are.
+
+        Shapes:
+            queries: [1, H, L, D], the last L tokens of the cache
+            mask: None, "causal", or bool / additive, broadcastable to [1, H, L, T]
+            sinks: [H] logits that take part in the softmax and have no value
+            returns: [1, H, L, Dv]
+        """
+        num_heads, num_queries = queries.shape[1:3]
+        decision = self.decide(num_queries, num_heads // cache.spec.n_kv_heads)
+        if cache.shared_tokens == 0 or decision.route is Route.DEQUANTIZE:
+            keys, values = cache.keys_and_values()
+            return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+        return _attend_packed(queries, cache, scale=scale, mask=mask, sinks=sinks)
+
+
+def _attend_packed(
+    queries: mx.array, cache: LayerCache, *, scale: float, mask: mx.array | str | None, sinks: mx.array | None
+) -> mx.array:
+    """The ops twin of the decode kernel: scores per part, one softmax over all of them, outputs per part summed."""
+    parts = list(cache.parts())
+    num_kv_heads = cache.spec.n_kv_heads
+    _, num_heads, num_queries, _ = queries.shape
+    gqa_factor = num_heads // num_kv_heads
+    compute = _compute_dtype(queries.dtype)
+    # Heads of one KV head are neighbours, so folding them into rows is a reshape, not a stride-0 broadcast.
+    rows = (queries.astype(compute) * scale).reshape(1, num_kv_heads, gqa_factor * num_queries, -1)
+
+    scores = [_part_scores(rows, kv.keys, length) for kv, length in parts]
+    if cache.tail_tokens:
+        tail_keys, tail_values = cache.tail()
+        scores.append(rows @ tail_keys.astype(compute).swapaxes(-1, -2))
+    weights = _softmax(mx.concatenate(scores, axis=-1) if len(scores) > 1 else scores[0],
+                       mask=mask, sinks=sinks, gqa_factor=gqa_factor, num_queries=num_queries)  # fmt: skip
+
+    output, start = None, 0
+    for kv, length in parts:
+        part = _part_output(weights[..., start : start + length], kv.values, length)
+        output, start = part if output is None else output + part, start + length
+    if cache.tail_tokens:
+        output = output + weights[..., start:] @ tail_values.astype(compute)
+    return output.reshape(1, num_heads, num_queries, -1).astype(queries.dtype)
+
+
+def _compute_dtype(dtype: mx.Dtype) -> mx.Dtype:
+    """float32 on the CPU, whose half-precision quantized matmul is emulated and sums in half precision."""
+    return mx.float32 if mx.default_device().type == mx.cpu else dtype
+
+
+def _is_mostly_unread(tensor: QuantizedTensor, num_tokens: int) -> bool:
+    """Is the view so short that slicing (a copy on the CPU) is cheaper than reading the whole buffer?"""
+    return num_tokens * 2 < tensor.num_tokens
+
+
+def _operands(tensor: QuantizedTensor, num_tokens: int, compute: mx.Dtype) -> list[mx.array]:
+    arrays = tensor.arrays
+    if _is_mostly_unread(tensor, num_tokens):
+        arrays = tuple(a[:, :, :num_tokens] for a in arrays)
+    return [a if a.dtype == mx.uint32 else a.astype(compute) for a in arrays]
+
+
+def _part_scores(rows: mx.array, keys: QuantizedTensor, num_tokens: int) -> mx.array:
+    """`rows` [1, Hk, R * L, D] against one part's keys: [1, Hk, R * L, num_tokens]."""
+    plan, operands = keys.plan, _operands(keys, num_tokens, rows.dtype)
+    if not plan.is_quantized:
+        return rows @ operands[0][:, :, :num_tokens].swapaxes(-1, -2)
+    rows = pad_last(rows, plan.padded_dim, mode="constant")
+    scores = mx.quantized_matmul(rows, *operands, transpose=True, group_size=plan.group_size, bits=plan.bits)
+    return scores[..., :num_tokens]  # a view reads the whole buffer and drops the rest: no packed byte is copied
+
+
+def _part_output(weights: mx.array, values: QuantizedTensor, num_tokens: int) -> mx.array:
+    """`weights` [1, Hk, R * L, num_tokens] times one part's values: [1, Hk, R * L, Dv]."""
+    plan, operands = values.plan, _operands(values, num_tokens, weights.dtype)
+    if not plan.is_quantized:
+        return weights @ operands[0][:, :, :num_tokens]
+    weights = pad_last(weights, operands[0].shape[2], mode="constant")
+    out = mx.quantized_matmul(weights, *operands, transpose=False, group_size=plan.group_size, bits=plan.bits)
+    return out[..., : plan.head_dim]
+
+
+def _softmax(
+    scores: mx.array, *, mask: mx.array | str | None, sinks: mx.array | None, gqa_factor: int, num_queries: int
+) -> mx.array:
+    """Masked softmax of `scores` [1, Hk, R * L, T]; `sinks` [H] take their share of the sum."""
+    _, num_kv_heads, num_rows, num_tokens = scores.shape
+    if mask is None and sinks is None:
+        return mx.softmax(scores, axis=-1, precise=True)
+    scores = scores.reshape(1, num_kv_heads, gqa_factor, num_queries, num_tokens)
+    if isinstance(mask, str):  # "causal": aligned at the lower right, so the shared parts are all visible
+        mask = mx.arange(num_tokens) <= mx.arange(num_tokens - num_queries, num_tokens)[:, None]
+    if mask is not None:
+        mask = _unfold_heads(mask, num_kv_heads, gqa_factor)
+        low = mx.finfo(scores.dtype).min
+        scores = mx.where(mask, scores, low) if mask.dtype == mx.bool_ else scores + mask.astype(scores.dtype)
+    if sinks is not None:
+        column = sinks.astype(scores.dtype).reshape(1, num_kv_heads, gqa_factor, 1, 1)
+        column = mx.broadcast_to(column, (*scores.shape[:-1], 1))
+        scores = mx.concatenate([scores, column], axis=-1)
+    weights = mx.softmax(scores, axis=-1, precise=True)[..., :num_tokens]
+    return weights.reshape(1, num_kv_heads, num_rows, num_tokens)
+
+
+def _unfold_heads(mask: mx.array, num_kv_heads: int, gqa_factor: int) -> mx.array:
+    """Give a mask of up to four axes the split head axis: [.., Hk or 1, R or 1, L, T]."""
+    mask = mask.reshape(*(1,) * (4 - mask.ndim), *mask.shape)
+    if mask.shape[1] == 1:
+        return mask[:, :, None]
+    return mask.reshape(mask.shape[0], num_kv_heads, gqa_factor, *mask.shape[2:])
+
+
+# --- the seam -------------------------------------------------------------------------------------
+
+
+class _Active(threading.local):
+    attention: QuantizedAttention | None = None
+
+
+_active = _Active()
+_patch_lock = threading.Lock()
+_original: Any = None  # mlx-lm's own function while at least one block is open
+_num_inside = 0
+
+
+def _routed(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    cache: Any = None,
+    scale: float = 1.0,
+    mask: Any = None,
+    sinks: Any = None,
+) -> mx.array:
+    """Stands in for `mlx_lm.models.base.scaled_dot_product_attention`; attends tagged arrays, passes on all others."""
+    layer_cache = getattr(keys, "layer_cache", None)
+    attention = _active.attention
+    # The role check keeps out models that hand one latent in as both K and V (MLA).
+    is_ours = layer_cache is not None and getattr(values, "layer_cache", None) is layer_cache
+    if attention is not None and is_ours and (keys.role, values.role) == ("k", "v"):  # type: ignore[attr-defined]
+        layer_cache.mark_routed(queries.shape[2])
+        return attention.attend(queries, layer_cache, scale=scale, mask=mask, sinks=sinks)
+    original = _original or _base().scaled_dot_product_attention
+    return original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+
+
+def _base() -> Any:
+    from mlx_lm.models import base
+
+    return base
+
+
+@functools.lru_cache(maxsize=1)
+def _model_modules(num_loaded: int) -> list[Any]:
+    """The loaded mlx-lm modules that hold the function; looked up again only when `sys.modules` has grown."""
+    found = [m for name, m in list(sys.modules.items()) if name.startswith("mlx_lm.models.")]
+    return [m for m in found if hasattr(m, "scaled_dot_product_attention")]
+
+
+def _swap(old: Any, new: Any) -> None:
+    """Rebind the function in every module in which it still is `old`: another package's patch stays."""
+    for module in _model_modules(len(sys.modules)):
+        if module.scaled_dot_product_attention is old:
+            module.scaled_dot_product_attention = new
+
+
+@contextlib.contextmanager
+def quantized_attention(attention: QuantizedAttention | None = None) -> Iterator[QuantizedAttention]:
+    """Route the attention of mlx-lm's models to `attention` inside the block; restored when the last block ends.
+
+    Only arrays that a `LayerCache` tagged are treated, on threads that are inside a block; everything
+    else in the process runs mlx-lm's own function. Blocks nest.
+    """
+    global _num_inside, _original
+    chosen = attention or QuantizedAttention()
+    with _patch_lock:
+        if _num_inside == 0:
+            _original = _base().scaled_dot_product_attention
+            _swap(_original, _routed)
+        _num_inside += 1
+    before = (_active.attention, routing.is_active)
+    _active.attention, routing.is_active = chosen, True
+    try:
+        yield chosen
+    finally:
+        _active.attention, routing.is_active = before
+        with _patch_lock:
+            _num_inside -= 1
+            if _num_inside == 0:
+                # A module imported meanwhile copied `_routed` out of base: it gets the original, too.
+                _swap(_routed, _original)
+                _original = None
+
+
+def require_finite(logits: mx.array, model_name: str) -> None:
+    """Raise `UnsupportedModelError` if `logits` hold NaN: the model reads K or V beside its attention call."""
+    if mx.any(mx.isnan(logits)).item():
+        raise UnsupportedModelError(
+            f"[attention] {model_name}: logits are NaN; either the weights are not finite, or the model reads "
+            "keys or values beside attention in a way that sharing does not cover"
+        )

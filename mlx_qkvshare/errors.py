@@ -1,0 +1,53 @@
+"""Every error that the package raises on purpose. Catch `QKVShareError` to catch them all."""
+
+
+class QKVShareError(Exception):
+    """Base class: the message says what was expected and what came."""
+
+
+class InvalidValueError(QKVShareError, ValueError):
+    """An argument or setting is out of its documented range."""
+
+
+class ModelLoadError(QKVShareError):
+    """The model cannot be found, downloaded, converted or read."""
+
+
+class UnsupportedModelError(QKVShareError):
+    """The model's layers, or what it does with K and V, cannot be shared; the message names them."""
+
+
+class BudgetExceededError(QKVShareError):
+    """The manager's byte budget does not hold what was asked for; nothing was changed."""
+
+
+class ContextLimitError(QKVShareError):
+    """The tokens do not fit the model's context; raised before any of them is computed."""
+
+
+class NonFiniteError(QKVShareError, ValueError):
+    """Keys, values or logits hold NaN or infinity; nothing was stored."""
+
+
+class ChatTemplateError(QKVShareError):
+    """The tokenizer has no usable chat template for this conversation."""
+
+
+class SessionBusyError(QKVShareError):
+    """Another call on the same session is still running."""
+
+
+class SessionClosedError(QKVShareError):
+    """The session was closed, or lost its cache in a failure, and takes no more work."""
+
+
+class HandoffError(QKVShareError):
+    """A package failed validation; sender and receiver are as they were."""
+
+
+class FingerprintMismatchError(HandoffError):
+    """The package was made by another model, adapter, tokenizer or cache layout; names the field."""
+
+
+class IntegrityError(QKVShareError):
+    """A checksum or an accounting equation does not hold; the message states both sides."""

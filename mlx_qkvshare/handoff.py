@@ -1,0 +1,125 @@
+"""`HandoffCoordinator`: moves a context from one agent to another by reference, or not at all."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+
+from .errors import FingerprintMismatchError, HandoffError, IntegrityError
+from .manager import SharedKVCacheManager
+from .package import HandoffPackage
+from .segment import SegmentView
+from .session import AgentSession
+
+
+@dataclass(frozen=True)
+class HandoffRecord:
+    """One handoff: bytes the receiver now reads, KV bytes copied for it, tokens it need not prefill.
+
+    `handoff_seconds` covers validation, retain and release; `seal_seconds` the quantization of what the
+    sender had not sealed yet.
+    """
+
+    sender: str
+    receiver: str
+    sequence: int
+    reused_tokens: int
+    bytes_referenced: int
+    bytes_copied: int
+    seal_seconds: float
+    handoff_seconds: float
+
+
+class HandoffCoordinator:
+    """Hands contexts over between the sessions of one manager; any agent to any other, from any thread."""
+
+    def __init__(self, manager: SharedKVCacheManager):
+        self.manager = manager
+        self.records: list[HandoffRecord] = []
+        self._lock = threading.Lock()
+        self._last_sequence: dict[str, int] = {}
+
+    def request_handoff(
+        self, sender: AgentSession, receiver: AgentSession, *, keep_sender: bool = False, verify: bool = False
+    ) -> HandoffRecord:
+        """Give `receiver` the whole context of `sender`, in place of its own.
+
+        The receiver retains every segment before the sender releases any. With `keep_sender` the sender
+        goes on with the context as well; `verify` recomputes the checksum of every packed byte first.
+
+        Raises `HandoffError` (or a subclass): sender and receiver are as they were.
+        """
+        if sender is receiver:
+            raise HandoffError(f"[request_handoff] expected two sessions, got {sender.name!r} twice")
+        started = time.perf_counter()
+        package = sender.package_state()
+        sealed = time.perf_counter()
+        record = self.deliver(package, receiver, verify=verify, seal_seconds=sealed - started)
+        if not keep_sender:
+            sender.reset()
+        return record
+
+    def deliver(
+        self, package: HandoffPackage, receiver: AgentSession, *, verify: bool = False, seal_seconds: float = 0.0
+    ) -> HandoffRecord:
+        """Validate `package` and let `receiver` take it. A package is delivered once."""
+        started = time.perf_counter()
+        with self._lock:
+            self.validate(package, verify=verify)
+            receiver.receive_state(package)
+            self._last_sequence[package.sender_id] = package.sequence
+            record = HandoffRecord(
+                sender=package.sender,
+                receiver=receiver.name,
+                sequence=package.sequence,
+                reused_tokens=receiver.num_tokens,
+                bytes_referenced=receiver.prefix.shared_bytes,
+                bytes_copied=receiver.private_bytes,  # buffers that are the receiver's own: all else is the segments'
+                seal_seconds=seal_seconds,
+                handoff_seconds=time.perf_counter() - started,
+            )
+            self.records.append(record)
+        return record
+
+    def validate(self, package: HandoffPackage, *, verify: bool = False) -> None:
+        """Raise unless `package` may be received now.
+
+        Checks the manager, the fingerprint field by field, the quantization, the sequence number
+        (against replay), spans contiguous from 0, live slots with the same tokens and checksums, and
+        with `verify` the packed bytes themselves.
+        """
+        manager = self.manager
+        if package.manager != manager.id:
+            raise HandoffError(f"[validate] manager: expected {manager.id}, got {package.manager}")
+        if (field := manager.spec.fingerprint.first_difference(package.fingerprint)) is not None:
+            raise FingerprintMismatchError(f"[validate] {field}: the package was made for another model")
+        if package.quant != manager.quant:
+            raise FingerprintMismatchError(f"[validate] quant: expected {manager.quant}, got {package.quant}")
+        last = self._last_sequence.get(package.sender_id, 0)
+        if package.sequence <= last:
+            raise HandoffError(f"[validate] sequence: expected more than {last}, got {package.sequence} (a replay)")
+        stop = 0
+        for span in package.spans:
+            if span.start != stop or not 0 < span.length <= len(span.token_ids):
+                raise HandoffError(f"[validate] span: expected one from token {stop}, got {span.start}+{span.length}")
+            stop = span.start + span.length
+        prefix = manager.get_shared_kv_cache((span.slot, span.length) for span in package.spans)
+        try:
+            if not _same_tokens(package, prefix.views):
+                raise HandoffError("[validate] token_ids: expected the stored segments' tokens, got others")
+            for view in prefix.views if verify else ():
+                found = view.segment.compute_checksum()
+                if found != view.segment.checksum:
+                    raise IntegrityError(f"[validate] checksum: expected {view.segment.checksum}, got {found}")
+        finally:
+            prefix.release()
+
+
+def _same_tokens(package: HandoffPackage, views: tuple[SegmentView, ...]) -> bool:
+    """Does the chain hold the package's tokens? The same tuples, unless segments were compacted meanwhile."""
+    if len(views) == len(package.spans):
+        pairs = zip(package.spans, views, strict=True)
+        if all(span.token_ids is view.segment.token_ids for span, view in pairs):
+            return True
+    return package.token_ids == [token for view in views for token in view.token_ids]

@@ -1,0 +1,218 @@
+"""`LayerCache`: one attention layer's cache as mlx-lm sees it, over a shared prefix and a private tail."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+from .errors import InvalidValueError
+from .quantize import dequantize
+from .segment import LayerKV, SegmentView
+from .spec import LayerSpec
+
+
+class PrefixHolder(Protocol):
+    """What a layer needs of the manager's `SharedPrefix`: the views and the budget for its tail."""
+
+    @property
+    def views(self) -> tuple[SegmentView, ...]: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    def reserve_tail(self, num_rows: int) -> None: ...
+
+    def fork(self) -> PrefixHolder: ...
+
+
+class KVArray(mx.array):
+    """Keys or values that remember their `LayerCache` and `role` ("k" or "v").
+
+    Every MLX operation on it returns a plain `mx.array`, so a model that first does maths on K or V
+    loses the tag and takes the exact fallback by itself.
+    """
+
+    layer_cache: LayerCache
+    role: str
+
+
+class _Routing(threading.local):
+    """Is attention routed to packed bytes on this thread right now? Set by `attention.quantized_attention`."""
+
+    is_active = False
+
+
+routing = _Routing()
+
+_MIN_STEP, _MAX_STEP = 16, 256
+
+
+def tail_capacity(num_tokens: int) -> int:
+    """Rows to allocate for a tail of `num_tokens`: at most 15 or an eighth more than asked, in steps of 16 to 256.
+
+    mlx-lm grows by 256 rows at once, which for a short private tail costs more than a packed prefix.
+    """
+    step = min(_MAX_STEP, max(_MIN_STEP, 1 << max(0, num_tokens.bit_length() - 4)))
+    return -(-num_tokens // step) * step
+
+
+class LayerCache:
+    """mlx-lm's cache contract (`offset`, `update_and_fetch`, `make_mask`, …) for one layer.
+
+    The first `shared_tokens` tokens are read through the holder's views; the rest lives in a private
+    full-precision tail, `keys` and `values` [1, Hk, capacity, D], of which `tail_tokens` rows are valid.
+    It has no `to_quantized` (mlx-lm would replace it) and no `__len__` (mask making would be skipped).
+    """
+
+    def __init__(self, prefix: PrefixHolder, layer: int, spec: LayerSpec, dtype: mx.Dtype):
+        self.prefix, self.layer, self.spec, self.dtype = prefix, layer, spec, dtype
+        self.shared_tokens = prefix.num_tokens
+        self.tail_tokens = 0
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+        self._routed_shapes: set[bool] = set()  # has one-row / many-row attention reached `attend` before?
+
+    # --- the contract of mlx-lm -------------------------------------------------------------------
+
+    @property
+    def offset(self) -> int:
+        return self.shared_tokens + self.tail_tokens
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Append `keys` [1, Hk, L, Dk] and `values` [1, Hk, L, Dv]; return tagged arrays of all `offset` tokens."""
+        if keys.shape[0] != 1:
+            raise InvalidValueError(f"[LayerCache.update_and_fetch] batch: expected 1 row, got {keys.shape[0]}")
+        start, stop = self.tail_tokens, self.tail_tokens + keys.shape[2]
+        if self.capacity < stop:
+            self.grow(tail_capacity(stop))
+        assert self.keys is not None and self.values is not None
+        self.keys[..., start:stop, :] = keys
+        self.values[..., start:stop, :] = values
+        self.tail_tokens = stop
+        if routing.is_active and (keys.shape[2] > 1) in self._routed_shapes:
+            # Building the full-precision graph that nobody reads costs more than the attention call on small
+            # models; NaN makes a read that `attend` did not see impossible to overlook.
+            return _placeholder(self, keys, "k"), _placeholder(self, values, "v")
+        full_keys, full_values = self.keys_and_values()
+        return _tagged(full_keys, self, "k"), _tagged(full_values, self, "v")
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """All `offset` tokens in full precision (lazy): the exact fallback of models that read K or V."""
+        return self.materialize("k"), self.materialize("v")
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
+        """The mask of N new rows, as mlx-lm's caches make it: None, "causal", or bool [N, offset + N]."""
+        if window_size is None and not return_array:
+            return None if N == 1 else "causal"
+        if window_size is None and N == 1:
+            return None
+        queries = mx.arange(self.offset, self.offset + N)[:, None]
+        keys = mx.arange(self.offset + N)[None]
+        mask = queries >= keys
+        return mask if window_size is None else mask & (queries < keys + window_size)
+
+    @property
+    def state(self) -> Any:
+        """The private arrays. The holder rides along so that `save_prompt_cache`, which would write the
+        tail alone, refuses; `mx.eval` passes over it."""
+        return [*(a for a in (self.keys, self.values) if a is not None), self.prefix]
+
+    def size(self) -> int:
+        return self.offset
+
+    def empty(self) -> bool:
+        return self.offset == 0
+
+    @property
+    def nbytes(self) -> int:
+        """Private bytes only: the shared prefix belongs to the manager."""
+        return sum(a.nbytes for a in (self.keys, self.values) if a is not None)
+
+    def is_trimmable(self) -> bool:
+        return True
+
+    def trim(self, n: int) -> int:
+        """Forget the last `n` tokens (at most `offset`), the tail first, then a shorter view. Returns the count."""
+        n = max(0, min(n, self.offset))
+        from_tail = min(n, self.tail_tokens)
+        self.tail_tokens -= from_tail
+        self.shared_tokens -= n - from_tail
+        return n
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerCache:
+        """A fork: the shared prefix is retained once per copied list, the tail is copied at its first write."""
+        key = id(self.prefix)
+        if key not in memo:
+            memo[key] = self.prefix.fork()
+        twin = LayerCache(memo[key], self.layer, self.spec, self.dtype)
+        twin.shared_tokens, twin.tail_tokens = self.shared_tokens, self.tail_tokens
+        if self.tail_tokens:
+            twin.prefix.reserve_tail(self.tail_tokens)
+            # A fresh array object of the exact rows: a write through either cache then copies, never aliases.
+            twin.keys, twin.values = self.tail()
+        return twin
+
+    # --- what attention and the session need -------------------------------------------------------
+
+    def parts(self) -> Iterator[tuple[LayerKV, int]]:
+        """The shared parts in order: this layer's packed K/V of each segment, and how many tokens of it are read."""
+        for view in self.prefix.views:
+            if view.start >= self.shared_tokens:
+                return
+            yield view.segment.layers[self.layer], min(view.length, self.shared_tokens - view.start)
+
+    def tail(self) -> tuple[mx.array, mx.array]:
+        """The valid rows of the private tail: keys and values [1, Hk, tail_tokens, D]. Needs `tail_tokens` > 0."""
+        assert self.keys is not None and self.values is not None
+        return self.keys[..., : self.tail_tokens, :], self.values[..., : self.tail_tokens, :]
+
+    def materialize(self, role: str) -> mx.array:
+        """Keys ("k") or values ("v") of all `offset` tokens in full precision: [1, Hk, offset, D]."""
+        arrays = [dequantize(kv.keys if role == "k" else kv.values, length) for kv, length in self.parts()]
+        if self.tail_tokens:
+            arrays.append(self.tail()[0 if role == "k" else 1])
+        return arrays[0] if len(arrays) == 1 else mx.concatenate(arrays, axis=2)
+
+    def mark_routed(self, num_rows: int) -> None:
+        self._routed_shapes.add(num_rows > 1)
+
+    @property
+    def capacity(self) -> int:
+        """Rows that fit the private tail's buffers."""
+        return 0 if self.keys is None or self.values is None else min(self.keys.shape[2], self.values.shape[2])
+
+    def grow(self, num_rows: int) -> None:
+        """Make room for `num_rows` rows, keeping the valid ones (lazy). Raises `BudgetExceededError` before it."""
+        self.prefix.reserve_tail(num_rows)
+        grown = []
+        for buffer, dim in ((self.keys, self.spec.k_head_dim), (self.values, self.spec.v_head_dim)):
+            kept = 0 if buffer is None else self.tail_tokens
+            room = mx.zeros((1, self.spec.n_kv_heads, num_rows - kept, dim), self.dtype)
+            grown.append(mx.concatenate([buffer[..., :kept, :], room], axis=2) if buffer is not None and kept else room)
+        self.keys, self.values = grown
+
+    def take_tail(self) -> tuple[mx.array, mx.array]:
+        """The tail's valid rows, of which this cache keeps no reference: freed when the caller lets go."""
+        rows = self.tail()
+        self.keys = self.values = None
+        return rows
+
+    def reset_tail(self) -> None:
+        """Drop the private tail and read all that the holder now shares."""
+        self.keys = self.values = None
+        self.tail_tokens = 0
+        self.shared_tokens = self.prefix.num_tokens
+
+
+def _tagged(array: mx.array, cache: LayerCache, role: str) -> KVArray:
+    tagged = KVArray(array)
+    tagged.layer_cache, tagged.role = cache, role
+    return tagged
+
+
+def _placeholder(cache: LayerCache, new: mx.array, role: str) -> KVArray:
+    nan = mx.array(float("nan"), new.dtype)
+    return _tagged(mx.broadcast_to(nan, (*new.shape[:2], cache.offset, new.shape[3])), cache, role)

@@ -1,0 +1,481 @@
+"""`SharedKVCacheManager`: a byte budget over immutable segments that many sessions read.
+
+There is no big array: a preallocated pool would be copied whole at the first write after a handoff.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import secrets
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from .errors import (
+    BudgetExceededError,
+    ContextLimitError,
+    IntegrityError,
+    InvalidValueError,
+    NonFiniteError,
+    SessionClosedError,
+)
+from .layer_cache import LayerCache
+from .quantize import quantize
+from .segment import LayerKV, SegmentView, SharedSegment, layers_checksum, truncate_views
+from .spec import CacheSpec, QuantSpec
+from .table import Record, SegmentTable, SharedSlot
+
+DEFAULT_BUDGET_BYTES = 4 * 2**30
+
+
+@dataclass(frozen=True)
+class ManagerStats:
+    """`used + free == budget` and `used == evictable + protected`; private tails are protected bytes."""
+
+    budget_bytes: int
+    used_bytes: int
+    free_bytes: int
+    evictable_bytes: int
+    protected_bytes: int
+    private_bytes: int
+    num_segments: int
+    num_holders: int
+    num_hits: int
+    num_misses: int
+    reused_tokens: int
+    num_evictions: int
+    num_compactions: int
+
+
+@dataclass(eq=False)
+class _Holding:
+    """What one `SharedPrefix` retains; the manager's, so that it survives whatever order garbage is collected in."""
+
+    views: tuple[SegmentView, ...] = ()
+    private_rows: int = 0
+    is_busy: bool = False
+    is_released: bool = False
+
+
+class SharedPrefix:
+    """One holder's retained views, contiguous from token 0, and the budgeted rows of its private tail.
+
+    Made by the manager (`match_prefix`, `get_shared_kv_cache`) or by `fork`; released by `release` or
+    when it is garbage collected. Holding one adds no KV bytes.
+    """
+
+    def __init__(self, manager: SharedKVCacheManager, holder: int, holding: _Holding):
+        self._manager, self._holder, self._holding = manager, holder, holding
+        # The collector may run while this thread holds the manager's lock, so it only leaves a note.
+        weakref.finalize(self, manager._dropped.append, holder)
+
+    def __repr__(self) -> str:
+        return f"SharedPrefix({self.num_tokens} tokens in {len(self.views)} segments)"
+
+    @property
+    def views(self) -> tuple[SegmentView, ...]:
+        return self._holding.views
+
+    @property
+    def num_tokens(self) -> int:
+        views = self._holding.views
+        return views[-1].stop if views else 0
+
+    @property
+    def token_ids(self) -> list[int]:
+        return list(itertools.chain.from_iterable(view.token_ids for view in self.views))
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of the segments that are read; they exist once however many prefixes read them."""
+        return sum(view.segment.nbytes for view in self.views)
+
+    @property
+    def private_bytes(self) -> int:
+        return self._holding.private_rows * self._manager.spec.private_token_bytes
+
+    def reserve_tail(self, num_rows: int) -> None:
+        """Budget a private tail of `num_rows` rows. Raises `BudgetExceededError` before anything grows."""
+        if num_rows > self._holding.private_rows:
+            self._manager._charge_private(self._holding, num_rows)
+
+    def release_tail(self) -> None:
+        self._manager._release_private(self._holding)
+
+    def fork(self) -> SharedPrefix:
+        """Another holder of the same views."""
+        return self._manager._fork(self)
+
+    def truncate(self, num_tokens: int) -> None:
+        """Hold the first `num_tokens` tokens only."""
+        self._manager._truncate(self, num_tokens)
+
+    def release(self) -> None:
+        """Give everything back. Twice is harmless."""
+        self._manager._release(self._holder)
+
+    @property
+    def is_busy(self) -> bool:
+        """Is the holder in the middle of a call? Compaction by others then leaves its views alone."""
+        return self._holding.is_busy
+
+    @is_busy.setter
+    def is_busy(self, value: bool) -> None:
+        self._holding.is_busy = value
+
+
+class SharedKVCacheManager:
+    """Holds each shared segment once, within `budget_bytes`, for every session of one model.
+
+    Args:
+        spec: the model's cache layout; its fingerprint binds the segments to the model.
+        quant: bits and group size of every segment in here.
+        budget_bytes: the limit for packed segments, private tails and reservations together.
+
+    `id` tells its slots from another manager's. All methods may be called from any thread. Nothing is
+    written to a segment after it is stored.
+    """
+
+    def __init__(self, spec: CacheSpec, quant: QuantSpec | None = None, *, budget_bytes: int = DEFAULT_BUDGET_BYTES):
+        if not isinstance(budget_bytes, int) or budget_bytes <= 0:
+            raise InvalidValueError(f"[SharedKVCacheManager] budget_bytes: expected an int > 0, got {budget_bytes!r}")
+        self.spec, self.quant, self.budget_bytes = spec, quant or QuantSpec(), budget_bytes
+        self.id = secrets.token_hex(8)
+        self.plans = self.quant.resolve(spec)
+        self.packed_token_bytes = self.quant.packed_token_bytes(spec)
+        self._lock = threading.RLock()
+        self._table = SegmentTable()
+        self._holdings: dict[int, _Holding] = {}
+        self._dropped: collections.deque[int] = collections.deque()
+        self._ids, self._clock = itertools.count(1), itertools.count(1)
+        self._counters: collections.Counter[str] = collections.Counter()
+
+    # --- allocate, store, get ----------------------------------------------------------------------
+
+    def allocate_shared_slot(self, num_tokens: int, *, replacing: SharedPrefix | None = None) -> SharedSlot:
+        """Reserve the exact packed bytes of a segment, evicting unreferenced segments if it takes that.
+
+        `replacing` names the holder whose private tail the segment will take the place of: bytes that
+        the tail has budgeted already are not asked for twice.
+
+        Raises:
+            BudgetExceededError: the bytes do not fit; nothing was evicted or reserved.
+            ContextLimitError: more tokens than the model has positions.
+        """
+        stop = num_tokens + (replacing.num_tokens if replacing else 0)
+        if num_tokens <= 0:
+            raise InvalidValueError(f"[allocate_shared_slot] num_tokens: expected > 0, got {num_tokens}")
+        if stop > self.spec.max_context_tokens:
+            raise ContextLimitError(
+                f"[allocate_shared_slot] needed {stop} positions, available {self.spec.max_context_tokens}"
+            )
+        nbytes = num_tokens * self.packed_token_bytes
+        with self._locked():
+            counted = max(0, nbytes - (replacing.private_bytes if replacing else 0))
+            self._make_room(counted, f"a segment of {num_tokens} tokens")
+            return self._table.allocate(num_tokens, nbytes, counted)
+
+    def free_slot(self, slot: SharedSlot) -> None:
+        """Give back an allocated slot that was not stored into."""
+        with self._locked():
+            record = self._table.records.get(slot.slot)
+            if record is not None and record.segment is None:
+                del self._table.records[slot.slot]
+
+    def check_storable(self, token_ids: Sequence[int], layers: Sequence[tuple[mx.array, mx.array]]) -> None:
+        """Raise unless `layers` [(keys [1, Hk, T, Dk], values [1, Hk, T, Dv]), …] fit the spec and are finite."""
+        if len(layers) != len(self.spec.layers):
+            raise InvalidValueError(f"[quantize_and_store] layers: expected {len(self.spec.layers)}, got {len(layers)}")
+        finite = []
+        for index, (spec, (keys, values)) in enumerate(zip(self.spec.layers, layers, strict=True)):
+            for name, x, dim in (("keys", keys, spec.k_head_dim), ("values", values, spec.v_head_dim)):
+                expected = (1, spec.n_kv_heads, len(token_ids), dim)
+                if tuple(x.shape) != expected:
+                    raise InvalidValueError(
+                        f"[quantize_and_store] layer {index} {name}: expected shape {expected}, got {tuple(x.shape)}"
+                    )
+                finite.append(mx.all(mx.isfinite(x)))
+        for index, flags in enumerate(mx.stack(finite).reshape(-1, 2).tolist()):
+            if not all(flags):
+                name = "values" if flags[0] else "keys"
+                raise NonFiniteError(f"[quantize_and_store] layer {index} {name}: expected finite, got NaN or infinity")
+
+    def quantize_and_store(
+        self,
+        slot: SharedSlot,
+        token_ids: Sequence[int],
+        layers: list[tuple[mx.array, mx.array]],
+        *,
+        prefix: SharedPrefix | None = None,
+        consume: bool = False,
+    ) -> SharedPrefix:
+        """Quantize full-precision K/V once, freeze them in `slot`, and extend `prefix` (or a new one) by the segment.
+
+        Args:
+            layers: per layer keys [1, Hk, T, Dk] (after RoPE) and values [1, Hk, T, Dv].
+            prefix: the holder behind whose tokens the K/V were computed.
+            consume: empty `layers` one by one, so that packed and full precision never both exist whole.
+
+        Raises:
+            NonFiniteError, InvalidValueError: the slot is free again, `prefix` and `layers` are as they were.
+        """
+        record = self._table.record(slot.slot)
+        if record.segment is not None:
+            raise InvalidValueError(f"[quantize_and_store] slot {slot.slot}: expected an empty slot, got a stored one")
+        try:
+            if len(token_ids) != slot.num_tokens:
+                raise InvalidValueError(
+                    f"[quantize_and_store] token_ids: expected {slot.num_tokens} as allocated, got {len(token_ids)}"
+                )
+            self.check_storable(token_ids, layers)
+            packed = tuple(self._pack(layers, consume))
+            segment = SharedSegment(
+                slot.slot, prefix.num_tokens if prefix else 0, tuple(token_ids), packed, self.quant,
+                self.spec.fingerprint.digest, layers_checksum(packed),
+            )  # fmt: skip
+            assert segment.nbytes == slot.nbytes, (segment.nbytes, slot.nbytes)
+        except BaseException:
+            self.free_slot(slot)
+            raise
+        with self._locked():
+            prefix = prefix or self._retain(())
+            self._table.fill(record, segment, prefix.views[-1].segment.slot if prefix.views else None)
+            prefix.release_tail()
+            self._set_views(prefix, (*prefix.views, SegmentView(segment, segment.num_tokens)))
+            return prefix
+
+    def _pack(self, layers: list[tuple[mx.array, mx.array]], consume: bool) -> Iterator[LayerKV]:
+        for index, plan in enumerate(self.plans):
+            keys, values = layers[index]
+            kv = LayerKV(quantize(keys, plan.keys), quantize(values, plan.values))
+            mx.eval(*kv.keys.arrays, *kv.values.arrays)
+            if consume:
+                layers[index] = None  # type: ignore[call-overload]
+                del keys, values
+                mx.clear_cache()  # hand the freed rows back at once: the peak stays one layer above the cache
+            yield kv
+
+    def get_shared_kv_cache(self, spans: Iterable[tuple[int, int]]) -> SharedPrefix:
+        """Retain the chain named by `spans` [(slot, length), …]. Raises `HandoffError` if a slot is gone or misfits."""
+        with self._locked():
+            return self._retain(self._table.resolve(spans))
+
+    def make_caches(self, prefix: SharedPrefix) -> list[LayerCache]:
+        """One `LayerCache` per layer over `prefix`: what mlx-lm's models take as `cache`."""
+        dtype = getattr(mx, self.spec.dtype)
+        return [LayerCache(prefix, index, layer, dtype) for index, layer in enumerate(self.spec.layers)]
+
+    # --- match, retain, release --------------------------------------------------------------------
+
+    def match_prefix(self, token_ids: Sequence[int]) -> SharedPrefix:
+        """Retain views of the longest stored prefix of `token_ids`; empty when nothing matches."""
+        with self._locked():
+            views = self._table.longest(tuple(token_ids))
+            found = views[-1].stop if views else 0
+            self._counters["hits" if found else "misses"] += 1
+            self._counters["reused_tokens"] += found
+            return self._retain(views)
+
+    def extend_if_sealed(self, prefix: SharedPrefix, token_ids: Sequence[int]) -> bool:
+        """If all of `token_ids` stand sealed behind `prefix` already, extend `prefix` by them and say True."""
+        with self._locked():
+            views = self._table.longest((*prefix.token_ids, *token_ids), prefix.views)
+            if not token_ids or not views or views[-1].stop != prefix.num_tokens + len(token_ids):
+                return False
+            self._counters["reused_tokens"] += len(token_ids)
+            prefix.release_tail()
+            self._set_views(prefix, views)
+            return True
+
+    def ref_count(self, slot: int) -> int:
+        """The number of live holders of the segment in `slot`."""
+        with self._locked():
+            return len(self._table.record(slot).holders)
+
+    def _fork(self, prefix: SharedPrefix) -> SharedPrefix:
+        with self._locked():
+            return self._retain(prefix.views)
+
+    def _truncate(self, prefix: SharedPrefix, num_tokens: int) -> None:
+        with self._locked():
+            self._set_views(prefix, truncate_views(prefix.views, num_tokens))
+
+    def _retain(self, views: tuple[SegmentView, ...]) -> SharedPrefix:
+        holder, holding = next(self._ids), _Holding()
+        self._holdings[holder] = holding
+        prefix = SharedPrefix(self, holder, holding)
+        self._set_views(prefix, views)
+        return prefix
+
+    def _set_views(self, prefix: SharedPrefix, views: tuple[SegmentView, ...]) -> None:
+        """Move the holder to `views`: the new ones are retained before the old ones are released."""
+        before = {view.segment.slot for view in prefix._holding.views}
+        now = next(self._clock)
+        records = [self._table.record(view.segment.slot) for view in views]
+        for record in records:
+            record.holders.add(prefix._holder)
+            record.last_used = now
+        for slot in before - {record.slot.slot for record in records}:
+            self._table.record(slot).holders.discard(prefix._holder)
+        prefix._holding.views = views
+
+    def _release(self, holder: int) -> None:
+        with self._locked():
+            holding = self._holdings.pop(holder, None)
+            if holding is None:
+                return
+            now = next(self._clock)
+            for view in holding.views:
+                record = self._table.record(view.segment.slot)
+                record.holders.discard(holder)
+                record.last_used = now
+            holding.views, holding.private_rows, holding.is_released = (), 0, True
+
+    def _charge_private(self, holding: _Holding, num_rows: int) -> None:
+        with self._locked():
+            if holding.is_released:
+                raise SessionClosedError("[SharedPrefix] expected a held prefix, got a released one")
+            more = (num_rows - holding.private_rows) * self.spec.private_token_bytes
+            self._make_room(more, f"a private tail of {num_rows} tokens")
+            holding.private_rows = num_rows
+
+    def _release_private(self, holding: _Holding) -> None:
+        with self._locked():
+            holding.private_rows = 0
+
+    # --- the budget ----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        with self._lock:
+            while self._dropped:  # holders that were garbage collected since
+                self._release(self._dropped.popleft())
+            yield
+
+    def _used_bytes(self) -> int:
+        return sum(record.counted_bytes for record in self._table.records.values()) + self._private_bytes()
+
+    def _private_bytes(self) -> int:
+        return sum(holding.private_rows for holding in self._holdings.values()) * self.spec.private_token_bytes
+
+    def _evictable_bytes(self) -> int:
+        return sum(record.counted_bytes for record in self._table.records.values() if record.is_evictable)
+
+    def _make_room(self, nbytes: int, what: str) -> None:
+        free, evictable = self.budget_bytes - self._used_bytes(), self._evictable_bytes()
+        if nbytes > free + evictable:
+            raise BudgetExceededError(
+                f"[SharedKVCacheManager] {what} needs {nbytes} bytes; of the budget of {self.budget_bytes} bytes "
+                f"{free} are free and {evictable} evictable"
+            )
+        while self.budget_bytes - self._used_bytes() < nbytes:
+            self._evict(self._table.evictable_leaves()[0])
+
+    def _evict(self, record: Record) -> None:
+        self._table.evict(record)
+        self._counters["evictions"] += 1
+
+    def evict_unreferenced(self) -> int:
+        """Drop every segment that nobody holds; the number dropped."""
+        with self._locked():
+            before = self._counters["evictions"]
+            while leaves := self._table.evictable_leaves():
+                for record in leaves:
+                    self._evict(record)
+            return self._counters["evictions"] - before
+
+    # --- compaction ----------------------------------------------------------------------------------
+
+    def compact(self, prefix: SharedPrefix) -> int:
+        """Join small neighbours at the end of the chain that have the same, idle holders. Returns the joins.
+
+        Words move, nothing is requantized. A neighbour is joined when it is at most twice as long as what
+        follows it, so a conversation of n turns keeps O(log n) segments and moves O(n log n) words.
+        """
+        joins = 0
+        with self._locked():
+            while len(prefix.views) >= 2 and self._can_join(*prefix.views[-2:], caller=prefix):
+                self._join(*(view.segment for view in prefix.views[-2:]))
+                joins += 1
+            self._counters["compactions"] += joins
+        return joins
+
+    def _can_join(self, first: SegmentView, second: SegmentView, *, caller: SharedPrefix) -> bool:
+        left, right = self._table.record(first.segment.slot), self._table.record(second.segment.slot)
+        return (
+            first.segment.num_tokens <= 2 * second.segment.num_tokens
+            and second.segment.start == first.segment.stop
+            and left.holders == right.holders
+            and left.children == {second.segment.slot}
+            and not any(self._holdings[h].is_busy for h in left.holders if h != caller._holder)
+        )
+
+    def _join(self, first: SharedSegment, second: SharedSegment) -> None:
+        holders = self._table.record(first.slot).holders
+        joined = self._table.join(first, second)
+        self._table.record(joined.slot).holders = set(holders)
+        for holder in holders:
+            holding = self._holdings[holder]
+            index = next(i for i, view in enumerate(holding.views) if view.segment is first)
+            view = SegmentView(joined, first.num_tokens + holding.views[index + 1].length)
+            holding.views = (*holding.views[:index], view, *holding.views[index + 2 :])
+
+    # --- looking -------------------------------------------------------------------------------------
+
+    def stats(self) -> ManagerStats:
+        """Bytes now, and counts since the manager was made."""
+        with self._locked():
+            used, evictable, count = self._used_bytes(), self._evictable_bytes(), self._counters
+            return ManagerStats(
+                budget_bytes=self.budget_bytes, used_bytes=used, free_bytes=self.budget_bytes - used,
+                evictable_bytes=evictable, protected_bytes=used - evictable, private_bytes=self._private_bytes(),
+                num_segments=len(self.segments()), num_holders=len(self._holdings), num_hits=count["hits"],
+                num_misses=count["misses"], reused_tokens=count["reused_tokens"],
+                num_evictions=count["evictions"], num_compactions=count["compactions"],
+            )  # fmt: skip
+
+    def segments(self) -> tuple[SharedSegment, ...]:
+        """Every stored segment, parents before children."""
+        with self._locked():
+            found = [record.segment for record in self._table.records.values() if record.segment is not None]
+            return tuple(sorted(found, key=lambda segment: (segment.start, segment.slot)))
+
+    def check_integrity(self, *, checksums: bool = False) -> None:
+        """Raise `IntegrityError`, stating both sides, if an equation of the accounting does not hold."""
+        with self._locked():
+            stats = self.stats()
+            _equal("used + free", stats.used_bytes + stats.free_bytes, "budget", stats.budget_bytes)
+            _equal("used", stats.used_bytes, "evictable + protected", stats.evictable_bytes + stats.protected_bytes)
+            _equal("free bytes below zero", min(0, stats.free_bytes), "allowed", 0)
+            held: dict[int, set[int]] = {slot: set() for slot in self._table.records}
+            for holder, holding in self._holdings.items():
+                stop = 0
+                for view in holding.views:
+                    _equal(f"holder {holder}: view start", view.start, "end of the view before", stop)
+                    stop = view.stop
+                    held.setdefault(view.segment.slot, set()).add(holder)
+            _equal("slots that are held or stored", set(held), "slots in the table", set(self._table.records))
+            for slot, record in self._table.records.items():
+                _equal(f"slot {slot}: holders", record.holders, "live holders", held[slot])
+                if record.segment is not None:
+                    self._check_segment(record, record.segment, checksums)
+
+    def _check_segment(self, record: Record, segment: SharedSegment, checksums: bool) -> None:
+        slot = segment.slot
+        _equal(f"slot {slot}: listed by its parent", slot in self._table.siblings(record), "expected", True)
+        _equal(f"slot {slot}: segment bytes", segment.nbytes, "counted bytes", record.counted_bytes)
+        for index, kv in enumerate(segment.layers):
+            for tensor in (kv.keys, kv.values):
+                _equal(f"slot {slot} layer {index}: rows", tensor.num_tokens, "tokens", segment.num_tokens)
+        if checksums:
+            _equal(f"slot {slot}: checksum", segment.compute_checksum(), "checksum at seal", segment.checksum)
+
+
+def _equal(left_name: str, left: object, right_name: str, right: object) -> None:
+    if left != right:
+        raise IntegrityError(f"[check_integrity] {left_name} is {left}, {right_name} is {right}")

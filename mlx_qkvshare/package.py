@@ -1,0 +1,64 @@
+"""`HandoffPackage`: what one agent passes to another. References and numbers, never keys or values."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from dataclasses import dataclass
+
+from .chat import Message
+from .segment import SegmentView
+from .spec import Fingerprint, QuantSpec
+
+
+@dataclass(frozen=True)
+class Span:
+    """`length` tokens of the segment in `slot`, at absolute positions from `start` on.
+
+    `token_ids` are the segment's own (all of them, by reference), `checksum` its packed bytes' at seal.
+    """
+
+    slot: int
+    start: int
+    length: int
+    token_ids: tuple[int, ...]
+    checksum: str
+
+    @classmethod
+    def of(cls, view: SegmentView) -> Span:
+        segment = view.segment
+        return cls(segment.slot, segment.start, view.length, segment.token_ids, segment.checksum)
+
+
+@dataclass(frozen=True)
+class HandoffPackage:
+    """A frozen state descriptor. It holds no reference: validity is checked, not guaranteed, until it is received.
+
+    `manager` names the manager whose slots these are; `sequence` counts the sender's packages, so that
+    one cannot be replayed; `messages`, which follow the first `base_tokens` tokens, let the receiver go
+    on with the conversation.
+    """
+
+    manager: str
+    sender: str
+    sender_id: str
+    sequence: int
+    fingerprint: Fingerprint
+    quant: QuantSpec
+    spans: tuple[Span, ...]
+    base_tokens: int = 0
+    messages: tuple[Message, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(span.length for span in self.spans)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return list(itertools.chain.from_iterable(span.token_ids[: span.length] for span in self.spans))
+
+    @property
+    def checksum(self) -> str:
+        """A digest over the segments' checksums: equal packages of equal bytes have equal ones."""
+        text = ":".join(f"{span.checksum}/{span.length}" for span in self.spans)
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

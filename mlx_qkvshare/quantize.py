@@ -1,0 +1,87 @@
+"""Packing K and V rows into `mx.quantize`'s affine layout, and back.
+
+Letters: Hk KV heads, T tokens, D head dim, P padded dim, G group size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from .spec import TensorPlan
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedTensor:
+    """One layer's packed keys or values. Never written to after it is built.
+
+    Shapes:
+        packed: [1, Hk, T, P * bits / 32] uint32, or [1, Hk, T, D] in `dtype` when bits is 16
+        scales, biases: [1, Hk, T, P / G] in `dtype`, or None when bits is 16
+    """
+
+    plan: TensorPlan
+    dtype: mx.Dtype
+    packed: mx.array
+    scales: mx.array | None = None
+    biases: mx.array | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return self.packed.shape[2]
+
+    @property
+    def arrays(self) -> tuple[mx.array, ...]:
+        return tuple(a for a in (self.packed, self.scales, self.biases) if a is not None)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(a.nbytes for a in self.arrays)
+
+
+def pad_last(x: mx.array, width: int, *, mode: str) -> mx.array:
+    """Widen the last axis of `x` to `width`: "constant" adds zeros, "edge" repeats the last channel."""
+    missing = width - x.shape[-1]
+    return x if missing == 0 else mx.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)], mode=mode)
+
+
+def quantize(x: mx.array, plan: TensorPlan) -> QuantizedTensor:
+    """Pack `x` [1, Hk, T, D] by `plan`. Lazy: evaluate before it is shared."""
+    if not plan.is_quantized:
+        return QuantizedTensor(plan, x.dtype, mx.contiguous(x))
+    # Padding by the edge channel keeps the last group's range tight; its products meet zeros in the query.
+    padded = pad_last(x, plan.padded_dim, mode="edge")
+    packed, scales, biases = mx.quantize(padded, group_size=plan.group_size, bits=plan.bits)
+    return QuantizedTensor(plan, x.dtype, packed, scales, biases)
+
+
+def dequantize(tensor: QuantizedTensor, num_tokens: int | None = None) -> mx.array:
+    """The first `num_tokens` rows (default all) in full precision: [1, Hk, num_tokens, D]."""
+    plan, stop = tensor.plan, tensor.num_tokens if num_tokens is None else num_tokens
+    packed, *affine = (a if stop == a.shape[2] else a[:, :, :stop] for a in tensor.arrays)
+    if not plan.is_quantized:
+        return packed
+    full = mx.dequantize(packed, *affine, group_size=plan.group_size, bits=plan.bits)
+    return full[..., : plan.head_dim]
+
+
+def join(tensors: Sequence[QuantizedTensor]) -> QuantizedTensor:
+    """Concatenate along T by moving packed words: nothing is requantized."""
+    first = tensors[0]
+    columns = zip(*(t.arrays for t in tensors), strict=True)
+    return QuantizedTensor(first.plan, first.dtype, *(mx.concatenate(list(c), axis=2) for c in columns))
+
+
+def checksum(tensors: Iterable[QuantizedTensor]) -> str:
+    """A digest of every packed byte, scale and bias, in order."""
+    digest = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        for array in tensor.arrays:
+            # bfloat16 has no buffer protocol; any 2-byte view shows the same bytes
+            plain = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
+            digest.update(np.array(plain, copy=False).data)
+    return digest.hexdigest()

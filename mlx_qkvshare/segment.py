@@ -1,0 +1,96 @@
+"""Sealed spans of context (`SharedSegment`) and how much of one a holder reads (`SegmentView`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .quantize import QuantizedTensor, checksum
+from .spec import QuantSpec
+
+
+@dataclass(frozen=True, eq=False)
+class LayerKV:
+    """One layer's packed keys and values of a segment."""
+
+    keys: QuantizedTensor
+    values: QuantizedTensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+
+@dataclass(frozen=True, eq=False)
+class SharedSegment:
+    """An immutable quantized span of the context, tokens `start` to `stop`, all layers.
+
+    Keys are stored after RoPE, so a segment is valid at its absolute position only and only behind
+    the very tokens that it was computed behind.
+    """
+
+    slot: int
+    start: int
+    token_ids: tuple[int, ...]
+    layers: tuple[LayerKV, ...]
+    quant: QuantSpec
+    fingerprint: str
+    checksum: str
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.token_ids)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers)
+
+    def compute_checksum(self) -> str:
+        """The digest of the bytes as they are now; equal to `checksum` as long as nothing wrote to them."""
+        return layers_checksum(self.layers)
+
+
+def layers_checksum(layers: tuple[LayerKV, ...]) -> str:
+    return checksum(tensor for layer in layers for tensor in (layer.keys, layer.values))
+
+
+@dataclass(frozen=True)
+class SegmentView:
+    """The first `length` tokens of a segment: a number, never a slice, so that no byte is copied."""
+
+    segment: SharedSegment
+    length: int
+
+    def __post_init__(self) -> None:
+        assert 0 < self.length <= self.segment.num_tokens, (self.length, self.segment.num_tokens)
+
+    @property
+    def start(self) -> int:
+        return self.segment.start
+
+    @property
+    def stop(self) -> int:
+        return self.segment.start + self.length
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        ids = self.segment.token_ids
+        return ids if self.length == len(ids) else ids[: self.length]
+
+    @property
+    def is_whole(self) -> bool:
+        return self.length == self.segment.num_tokens
+
+
+def truncate_views(views: tuple[SegmentView, ...], num_tokens: int) -> tuple[SegmentView, ...]:
+    """The views of the first `num_tokens` tokens of the chain."""
+    kept = tuple(view for view in views if view.start < num_tokens)
+    if kept and kept[-1].stop > num_tokens:
+        kept = (*kept[:-1], SegmentView(kept[-1].segment, num_tokens - kept[-1].start))
+    return kept

@@ -1,0 +1,183 @@
+"""What a model's cache looks like (`CacheSpec`) and how it is packed (`QuantSpec`). Frozen, validated."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+
+from .errors import InvalidValueError
+
+FULL_PRECISION_BITS = 16
+"""The `bits` value that means "not quantized": kept in the model's own dtype."""
+
+SUPPORTED_BITS = (2, 3, 4, 5, 6, 8, FULL_PRECISION_BITS)
+SUPPORTED_GROUP_SIZES = (32, 64, 128)
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise InvalidValueError(message)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """How the rows of one layer's K (or V) are packed.
+
+    Shapes: full precision [1, Hk, T, head_dim]; packed [1, Hk, T, padded_dim * bits / 32] uint32;
+    scales and biases [1, Hk, T, padded_dim / group_size]. With bits 16 there is only the first.
+    """
+
+    head_dim: int
+    bits: int
+    group_size: int
+    padded_dim: int
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.bits != FULL_PRECISION_BITS
+
+    def row_bytes(self, item_bytes: int) -> int:
+        """Exact bytes of one packed row (one head, one token)."""
+        if not self.is_quantized:
+            return self.head_dim * item_bytes
+        return self.padded_dim * self.bits // 8 + 2 * (self.padded_dim // self.group_size) * item_bytes
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """The packing of one layer's keys and of its values."""
+
+    keys: TensorPlan
+    values: TensorPlan
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One layer's cache: its kind ("full" is the one kind shared today), KV heads, K and V head dims."""
+
+    n_kv_heads: int
+    k_head_dim: int
+    v_head_dim: int
+    kind: str = "full"
+
+    def __post_init__(self) -> None:
+        for name in ("n_kv_heads", "k_head_dim", "v_head_dim"):
+            _require(
+                _is_count(getattr(self, name)),
+                f"[LayerSpec] {name}: expected a positive int, got {getattr(self, name)!r}",
+            )
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What must be equal before one model may attend another's cache. All fields are digests or names."""
+
+    architecture: str
+    weights: str
+    rope: str
+    tokenizer: str
+
+    @property
+    def digest(self) -> str:
+        text = json.dumps(dataclasses.astuple(self))
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def first_difference(self, other: Fingerprint) -> str | None:
+        """The name of the first field in which the two differ, or None."""
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) != getattr(other, field.name):
+                return field.name
+        return None
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """Every layer's cache, the dtype of K and V, the context limit in tokens, and the fingerprint."""
+
+    layers: tuple[LayerSpec, ...]
+    dtype: str
+    max_context_tokens: int
+    fingerprint: Fingerprint
+
+    def __post_init__(self) -> None:
+        _require(len(self.layers) > 0, "[CacheSpec] layers: expected at least one, got none")
+        _require(
+            self.dtype in ITEM_BYTES, f"[CacheSpec] dtype: expected one of {sorted(ITEM_BYTES)}, got {self.dtype!r}"
+        )
+        _require(
+            _is_count(self.max_context_tokens),
+            f"[CacheSpec] max_context_tokens: expected a positive int, got {self.max_context_tokens!r}",
+        )
+
+    @property
+    def item_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def private_token_bytes(self) -> int:
+        """Bytes of one full-precision token over all layers."""
+        return sum(layer.n_kv_heads * (layer.k_head_dim + layer.v_head_dim) for layer in self.layers) * self.item_bytes
+
+
+@dataclass(frozen=True)
+class QuantSpec:
+    """Bits of keys and of values, and the group size, in `mx.quantize`'s affine layout.
+
+    `bits` are 2, 3, 4, 5, 6, 8, or 16 for "not quantized". Keys and values are independent, since
+    most models bear coarse values better than coarse keys (KIVI, arXiv 2402.02750; mlx-lm #1550).
+
+    Where `group_size` does not divide a head dim, `resolve_tensor` picks among the group sizes up
+    to the asked one the cheapest packing in bytes per row, padding the row to whole groups: 96 takes
+    groups of 32, 80 and 72 are padded to 96 in groups of 32, 112 to 128 in groups of 64.
+    """
+
+    k_bits: int = 8
+    v_bits: int = 8
+    group_size: int = 64
+
+    def __post_init__(self) -> None:
+        for name in ("k_bits", "v_bits"):
+            bits = getattr(self, name)
+            _require(bits in SUPPORTED_BITS, f"[QuantSpec] {name}: expected one of {SUPPORTED_BITS}, got {bits!r}")
+        _require(
+            self.group_size in SUPPORTED_GROUP_SIZES,
+            f"[QuantSpec] group_size: expected one of {SUPPORTED_GROUP_SIZES}, got {self.group_size!r}",
+        )
+
+    def __str__(self) -> str:
+        return f"K{self.k_bits}V{self.v_bits} g{self.group_size}"
+
+    def resolve_tensor(self, head_dim: int, bits: int, item_bytes: int) -> TensorPlan:
+        if bits == FULL_PRECISION_BITS:
+            return TensorPlan(head_dim, bits, self.group_size, head_dim)
+        plans = [
+            TensorPlan(head_dim, bits, group, -(-head_dim // group) * group)
+            for group in SUPPORTED_GROUP_SIZES
+            if group <= self.group_size
+        ]
+        exact = [plan for plan in plans if plan.group_size == self.group_size and plan.padded_dim == head_dim]
+        return exact[0] if exact else min(plans, key=lambda plan: (plan.row_bytes(item_bytes), plan.group_size))
+
+    def resolve(self, spec: CacheSpec) -> tuple[LayerPlan, ...]:
+        """One `LayerPlan` per layer; K and V are resolved each for its own head dim."""
+        return tuple(
+            LayerPlan(
+                self.resolve_tensor(layer.k_head_dim, self.k_bits, spec.item_bytes),
+                self.resolve_tensor(layer.v_head_dim, self.v_bits, spec.item_bytes),
+            )
+            for layer in spec.layers
+        )
+
+    def packed_token_bytes(self, spec: CacheSpec) -> int:
+        """Exact bytes of one packed token over all layers."""
+        return sum(
+            layer.n_kv_heads * (plan.keys.row_bytes(spec.item_bytes) + plan.values.row_bytes(spec.item_bytes))
+            for layer, plan in zip(spec.layers, self.resolve(spec), strict=True)
+        )

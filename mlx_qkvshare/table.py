@@ -1,0 +1,177 @@
+"""The manager's table of segments: a tree matched by tokens, evicted from its leaves, compacted by moving words.
+
+A segment's parent is the one that it was computed behind. The tree is matched as a radix tree is
+(SGLang, arXiv 2312.07104), but a child may leave its parent at any token, since views have lengths.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+from .errors import HandoffError, InvalidValueError
+from .quantize import join
+from .segment import LayerKV, SegmentView, SharedSegment, layers_checksum, truncate_views
+
+
+@dataclass(frozen=True)
+class SharedSlot:
+    """An allocated place for a segment of `num_tokens` tokens: its id and exact packed bytes."""
+
+    slot: int
+    num_tokens: int
+    nbytes: int
+
+
+@dataclass(eq=False)
+class Record:
+    """One row of the table. `segment` is None between allocation and store; `holders` are the manager's ids."""
+
+    slot: SharedSlot
+    counted_bytes: int
+    parent: int | None = None
+    segment: SharedSegment | None = None
+    children: set[int] = field(default_factory=set)
+    holders: set[int] = field(default_factory=set)
+    last_used: int = 0
+
+    @property
+    def is_evictable(self) -> bool:
+        return self.segment is not None and not self.holders
+
+
+class SegmentTable:
+    """Slots by id. Not locked: the manager locks."""
+
+    def __init__(self) -> None:
+        self.records: dict[int, Record] = {}
+        self.roots: set[int] = set()
+        self._moved: dict[int, tuple[int, int]] = {}  # compacted slot -> (slot that took its words, first token in it)
+        self._ids = itertools.count(1)  # never reused: a stale id can only be missing, never another segment
+
+    def record(self, slot: int) -> Record:
+        record = self.records.get(slot)
+        if record is None:
+            raise InvalidValueError(f"[SegmentTable] slot {slot}: expected a live slot, got a freed one")
+        return record
+
+    def siblings(self, record: Record) -> set[int]:
+        return self.roots if record.parent is None else self.records[record.parent].children
+
+    def allocate(self, num_tokens: int, nbytes: int, counted_bytes: int) -> SharedSlot:
+        slot = SharedSlot(next(self._ids), num_tokens, nbytes)
+        self.records[slot.slot] = Record(slot, counted_bytes)
+        return slot
+
+    def fill(self, record: Record, segment: SharedSegment, parent: int | None) -> None:
+        record.segment, record.counted_bytes, record.parent = segment, record.slot.nbytes, parent
+        self.siblings(record).add(record.slot.slot)
+
+    # --- matching ------------------------------------------------------------------------------------
+
+    def longest(self, wanted: tuple[int, ...], behind: tuple[SegmentView, ...] = ()) -> tuple[SegmentView, ...]:
+        """Views of the longest stored prefix of `wanted` that continues `behind` (or starts at token 0)."""
+        if not behind:
+            return self._longest(wanted, self.roots, ())
+        # The last segment may itself go on beyond its view, so it is a candidate like its children.
+        found = self._longest(wanted, {behind[-1].segment.slot}, behind[:-1])
+        return found if found and found[-1].stop >= behind[-1].stop else behind
+
+    def _longest(
+        self, wanted: tuple[int, ...], candidates: Iterable[int], before: tuple[SegmentView, ...]
+    ) -> tuple[SegmentView, ...]:
+        best = before
+        for slot in candidates:
+            record = self.records[slot]
+            segment = record.segment
+            if segment is None or segment.start > _stop(before):
+                continue
+            length = _common_prefix(segment.token_ids, wanted, segment.start)
+            if length == 0 or segment.start + length <= _stop(before):
+                continue
+            views = (*truncate_views(before, segment.start), SegmentView(segment, length))
+            views = self._longest(wanted, record.children, views)
+            if _stop(views) > _stop(best):
+                best = views
+        return best
+
+    def resolve(self, spans: Iterable[tuple[int, int]]) -> tuple[SegmentView, ...]:
+        """The chain named by (slot, length) pairs; slots that were compacted meanwhile are followed.
+
+        Raises `HandoffError` when a slot is gone, a length is off, or the spans leave a gap.
+        """
+        views: list[SegmentView] = []
+        for named, length in spans:
+            slot, first = self._moved.get(named, (named, 0))
+            record = self.records.get(slot)
+            if record is None or record.segment is None:
+                raise HandoffError(f"[resolve] slot {named}: expected a live segment, got a freed slot")
+            segment, length = record.segment, first + length
+            if not first < length <= segment.num_tokens:
+                limit = segment.num_tokens - first
+                raise HandoffError(f"[resolve] slot {named}: expected a length in 1..{limit}, got {length - first}")
+            expected = _stop(views)
+            if segment.start + first != expected:
+                raise HandoffError(
+                    f"[resolve] slot {named}: expected a span from token {expected}, got {segment.start + first}"
+                )
+            if views and views[-1].segment is segment:  # two compacted neighbours are one longer view now
+                views.pop()
+            views.append(SegmentView(segment, length))
+        return tuple(views)
+
+    # --- leaving -------------------------------------------------------------------------------------
+
+    def evictable_leaves(self) -> list[Record]:
+        """Least recently used first. Leaves only, so that no segment outlives the tokens it was computed behind."""
+        leaves = [r for r in self.records.values() if r.is_evictable and not r.children]
+        return sorted(leaves, key=lambda r: r.last_used)
+
+    def evict(self, record: Record) -> None:
+        assert record.is_evictable and not record.children, (record.holders, record.children)
+        slot = record.slot.slot
+        self.siblings(record).discard(slot)
+        del self.records[slot]
+        self._moved = {old: new for old, new in self._moved.items() if new[0] != slot}
+
+    def join(self, first: SharedSegment, second: SharedSegment) -> SharedSegment:
+        """Replace two neighbours by one segment that holds their words; its holders are set by the manager."""
+        pairs = zip(first.layers, second.layers, strict=True)
+        layers = tuple(LayerKV(join([a.keys, b.keys]), join([a.values, b.values])) for a, b in pairs)
+        mx.eval([tensor.arrays for kv in layers for tensor in (kv.keys, kv.values)])
+        left, right = self.records[first.slot], self.records[second.slot]
+        nbytes = left.slot.nbytes + right.slot.nbytes
+        slot = self.allocate(first.num_tokens + second.num_tokens, nbytes, nbytes).slot
+        joined = dataclasses.replace(
+            first, slot=slot, token_ids=first.token_ids + second.token_ids, layers=layers,
+            checksum=layers_checksum(layers),
+        )  # fmt: skip
+        record = self.records[slot]
+        record.children, record.last_used = right.children, right.last_used
+        self.siblings(left).discard(first.slot)
+        self.fill(record, joined, left.parent)
+        for child in record.children:
+            self.records[child].parent = slot
+        del self.records[first.slot], self.records[second.slot]
+        origins = {first.slot: 0, second.slot: first.num_tokens}
+        for old, (target, offset) in list(self._moved.items()):
+            if target in origins:
+                self._moved[old] = (slot, origins[target] + offset)
+        self._moved |= {old: (slot, offset) for old, offset in origins.items()}
+        return joined
+
+
+def _stop(views: Iterable[SegmentView]) -> int:
+    return max((view.stop for view in views), default=0)
+
+
+def _common_prefix(stored: tuple[int, ...], wanted: tuple[int, ...], start: int) -> int:
+    """How many tokens of `stored` equal `wanted` from `start` on. Tokens decide, not hashes."""
+    limit = min(len(stored), len(wanted) - start)
+    if limit <= 0 or stored[:limit] == wanted[start : start + limit]:
+        return max(0, limit)
+    return next(i for i in range(limit) if stored[i] != wanted[start + i])
