@@ -15,8 +15,8 @@ from .lines import LineReader, clean
 from .terminal import Terminal, format_bytes
 
 DEFAULT_AGENTS = [
-    AgentSpec("planner", "You are the planner. Say in a few short steps what should be done."),
-    AgentSpec("writer", "You are the writer. Write what is asked for, in plain words."),
+    AgentSpec("planner", "You are the planner."),
+    AgentSpec("writer", "You are the writer."),
 ]
 HELP = """/agent NAME  hand the conversation to another agent, by reference
 /stats       memory, segments, handoffs

@@ -104,40 +104,44 @@ class Conversation:
 
     def answer(self, text: str) -> None:
         """Stream the current agent's reply. Ctrl-C stops it; what was shown stays in the history."""
-        terminal, progress, is_started = self._terminal, ProgressLine(self._terminal), False
         with Interrupts() as interrupts:
-
-            def prefilled(done: int, total: int) -> None:
-                progress("prefill", done, total)
-                interrupts.check()
-
-            stream = self.current.stream(text, max_tokens=self.max_tokens, progress=prefilled)
             try:
-                with contextlib.closing(stream):  # type: ignore[type-var]
-                    for chunk in stream:
-                        if not is_started:
-                            progress.close()
-                            terminal.label(self.current.name)
-                            is_started = True
-                        terminal.stream(chunk.text)
-                        if interrupts.is_set:
-                            break
-            except KeyboardInterrupt:  # during prefill, or Ctrl-C twice
-                pass
+                note = self._reply(text, interrupts)
             except QKVShareError as error:
-                progress.close()
-                self._end_line(is_started)
-                terminal.error(self._advice(error))
+                self._terminal.error(self._advice(error))
                 return
-            progress.close()
-            self._end_line(is_started)
-            if interrupts.is_set:
-                kept = "what was shown is kept" if is_started else "the message was taken back"
-                terminal.note(f"(stopped; {kept})")
+        if note:
+            self._terminal.note(note)
 
-    def _end_line(self, is_started: bool) -> None:
-        if is_started:
-            self._terminal.line()
+    def _reply(self, text: str, interrupts: Interrupts) -> str:
+        """Show the reply; what there is to say about how it ended."""
+        terminal, progress, is_started, reason = self._terminal, ProgressLine(self._terminal), False, None
+
+        def prefilled(done: int, total: int) -> None:
+            progress("prefill", done, total)
+            interrupts.check()
+
+        stream = self.current.stream(text, max_tokens=self.max_tokens, progress=prefilled)
+        try:
+            with contextlib.closing(stream):  # type: ignore[type-var]
+                for chunk in stream:
+                    if not is_started:
+                        progress.close()
+                        terminal.label(self.current.name)
+                        is_started = True
+                    terminal.stream(chunk.text)
+                    reason = chunk.finish_reason
+                    if interrupts.is_set:
+                        break
+        except KeyboardInterrupt:  # during prefill, or Ctrl-C twice
+            pass
+        finally:
+            progress.close()
+            if is_started:
+                terminal.line()
+        if reason is None:
+            return f"(stopped; {'what was shown is kept' if is_started else 'the message was taken back'})"
+        return f"(cut after {self.max_tokens} tokens; --max-tokens allows more)" if reason == "length" else ""
 
     def _advice(self, error: QKVShareError) -> str:
         if isinstance(error, ContextLimitError):

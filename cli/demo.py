@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import resources
 from typing import Annotated
 
+import mlx.core as mx
 import typer
 from rich import box
 from rich.table import Table
@@ -14,17 +15,16 @@ from . import options
 from .relay import Leg, Relay, RelayResult, Turn
 from .terminal import Terminal, format_bytes
 
-DOCUMENT = "tide_mill.txt"
-SYSTEM = "You are a helpful assistant. Read the paper and answer the question briefly, with facts from the paper."
-TASK = "a short newspaper article about the plan for the tide mill"
-# Short, concrete requests: the default model has 135M parameters.
-PLANNER = "Which questions will readers have about the mill museum? Write three different questions."
-RESEARCHER = Leg("researcher", "You are the researcher.", "How does the tide mill work?")
-WRITER = Leg(
-    "writer",
-    "You are the writer.",
-    "Write the first paragraph of the newspaper article: what does the town of Orle want to do with its old mill?",
+DOCUMENT = "garden_handbook.txt"
+TASK = "a leaflet for new members of a community garden"
+SYSTEM = (
+    "You are three agents, a planner, a researcher and a writer, who prepare a leaflet for new gardeners. "
+    "Use this handbook."
 )
+# Short, concrete requests: the default model has 135M parameters.
+PLANNER = "You are the planner. List three topics for the leaflet."
+RESEARCHER = Leg("researcher", "You are the researcher.", "How do I make good compost?")
+WRITER = Leg("writer", "You are the writer.", "Write a short leaflet for new gardeners.")
 
 
 def read_document() -> str:
@@ -33,20 +33,29 @@ def read_document() -> str:
 
 def legs() -> list[Leg]:
     """The planner opens with the system prompt, the document and the task; the others add a role turn each."""
-    opening = f"{read_document()}\nThe task is {TASK}. You are the planner. {PLANNER}"
-    return [Leg("planner", SYSTEM, opening), RESEARCHER, WRITER]
+    return [Leg("planner", f"{SYSTEM}\n\n{read_document()}", PLANNER), RESEARCHER, WRITER]
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+def _table(terminal: Terminal, *columns: str) -> Table:
+    can_draw = terminal.out.encoding.startswith("utf")
+    table = Table(box=box.SIMPLE_HEAD if can_draw else None, pad_edge=False, padding=(0, 1))
     for index, name in enumerate(columns):
         table.add_column(name, justify="right" if index else "left")
     return table
 
 
-def turns_table(turns: list[Turn]) -> Table:
+def turns_table(terminal: Terminal, turns: list[Turn]) -> Table:
     """A row for each agent."""
-    table = _table("agent", "shared\ntokens", "computed\ntokens", "first\ntoken", "handoff", "KV bytes\ncopied", "memory\ndelta")
+    table = _table(
+        terminal,
+        "agent",
+        "shared\ntokens",
+        "computed\ntokens",
+        "first\ntoken",
+        "handoff",
+        "KV bytes\ncopied",
+        "memory\ndelta",
+    )
     for turn in turns:
         record = turn.handoff
         handed = (f"{1000 * record.handoff_seconds:.2f} ms", str(record.bytes_copied)) if record else ("-", "-")
@@ -56,11 +65,11 @@ def turns_table(turns: list[Turn]) -> Table:
     return table
 
 
-def totals_table(result: RelayResult, quant: str) -> Table:
+def totals_table(terminal: Terminal, result: RelayResult, quant: str) -> Table:
     """The claims: held once, nothing copied, no re-prefill."""
     last, count = result.turns[-1], len(result.turns)
     ratio = result.reprefill_seconds / last.first_token_seconds
-    table = _table("in all", "")
+    table = _table(terminal, "in all", "")
     rows = [
         ("tokens shared at the last handoff", f"{last.reused_tokens:,}"),
         (f"bytes held once for {count} agents ({quant})", _bytes(result.held_bytes)),
@@ -100,25 +109,22 @@ def demo(
     terminal.line(f"document: {DOCUMENT}, {num_tokens:,} tokens; task: {TASK}\n", style="bold")
     manager = SharedKVCacheManager(loaded.spec, quant)
     result = Relay(loaded, manager, sampling, max_tokens, terminal).run(legs())
-    terminal.out.print(turns_table(result.turns))
-    terminal.out.print(totals_table(result, str(manager.quant)))
+    terminal.out.print(turns_table(terminal, result.turns))
+    terminal.out.print(totals_table(terminal, result, str(manager.quant)))
     for line in notes(result):
         terminal.line(line)
 
 
 def notes(result: RelayResult) -> list[str]:
     """What the figures are, and what they are not."""
-    seals = ", ".join(f"{1000 * turn.seal_seconds:.0f} ms" for turn in result.turns if turn.handoff)
+    seals = " and ".join(f"{1000 * turn.seal_seconds:.0f} ms" for turn in result.turns if turn.handoff)
+    held = " + ".join(f"{count:,}" for count in result.held_tokens)
+    is_gpu = mx.default_device() == mx.Device(mx.gpu)
     return [
-        f"Before each handoff the sender's own turn was quantized once ({seals}). Separate caches are counted at",
-        f"their exact lengths ({', '.join(map(str, result.held_tokens))} tokens); real ones round up.",
-        machine_note(),
+        f"Quantizing a sender's own turn, before its handoff, took {seals}. The separate caches are counted",
+        f"at their exact lengths ({held} tokens); real ones round up. The table is about memory and time:",
+        "a small model gets facts wrong, with a shared cache or with its own.",
+        "Timings are of this machine's GPU."
+        if is_gpu
+        else "Timings are of this machine's CPU: only a Mac can show the Metal kernels and their speed.",
     ]
-
-
-def machine_note() -> str:
-    import mlx.core as mx
-
-    if mx.default_device() == mx.Device(mx.gpu):
-        return "Timings are of this machine's GPU."
-    return "Timings are of this machine's CPU: only a Mac can show the Metal kernels and their speed."

@@ -18,7 +18,7 @@ class PenalizedSampler:
         window: the number of latest tokens concerned.
     """
 
-    def __init__(self, sampling: Sampling, *, penalty: float = 1.2, window: int = 64):
+    def __init__(self, sampling: Sampling, *, penalty: float = 1.1, window: int = 64):
         self._sampling, self._penalty, self._num_drawn = sampling, penalty, 0
         self._latest: deque[mx.array] = deque(maxlen=window)
 

@@ -109,7 +109,7 @@ class Relay:
                 self._prompt_ids = session.token_ids[:-1]
                 progress.close()
                 self._terminal.label(session.name)
-            self._terminal.stream(chunk.text)
+            self._terminal.stream(chunk.text + (" [...]" if chunk.finish_reason == "length" else ""))
         self._terminal.line("\n")
         return seconds
 

@@ -49,7 +49,8 @@ class Terminal:
 
     def stream(self, text: str) -> None:
         """A piece of a reply, as it comes."""
-        self.out.out(harmless(text), end="", highlight=False)
+        self.out.file.write(harmless(text))  # rich would turn tabs into spaces
+        self.out.file.flush()
 
     def line(self, text: str = "", style: str = "") -> None:
         self.out.print(Text(harmless(text), style=style), soft_wrap=True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from .handoff import HandoffCoordinator
+from .errors import IntegrityError
+from .handoff import HandoffCoordinator, HandoffRecord
 from .manager import SharedKVCacheManager
 from .measure import buffer_address, interleaved_medians, live_bytes, peak_bytes, sample_tokens, seconds
 from .session import AgentSession
@@ -70,27 +71,50 @@ class HandoffRow:
 # --- mlx-lm as it ships ---------------------------------------------------------------------------
 
 
-def stock_steps(lm: LoadedModel, cache: list[Any], tokens: Sequence[int]) -> Iterator[int]:
-    """Greedy tokens of mlx-lm's `generate_step` behind `cache` and `tokens`."""
-    from mlx_lm.generate import generate_step
+class StockCache:
+    """mlx-lm's own prompt cache of `tokens`, prefilled in full precision; quantized after that with `quant`."""
 
-    prompt = mx.array(tokens)
-    steps = generate_step(prompt, lm.model, prompt_cache=cache, max_tokens=-1, prefill_step_size=_PREFILL_STEP)
-    return (int(token) for token, _ in steps)
+    def __init__(self, lm: LoadedModel, tokens: Sequence[int], quant: QuantSpec | None = None):
+        from mlx_lm.models.cache import make_prompt_cache
 
+        self._lm, self._tokens, self.layers = lm, tokens, make_prompt_cache(lm.model)
+        if tokens:
+            for _ in self._generate(tokens, max_tokens=0):
+                pass
+        if quant is not None:
+            bits, group_size = quant.k_bits, quant.group_size
+            self.layers = [layer.to_quantized(group_size=group_size, bits=bits) for layer in self.layers]
+        self.evaluate()
 
-def stock_cache(lm: LoadedModel, tokens: Sequence[int], quant: QuantSpec | None = None) -> list[Any]:
-    """mlx-lm's cache of `tokens`, prefilled in full precision; quantized after that where `quant` is given."""
-    from mlx_lm.generate import generate_step
-    from mlx_lm.models.cache import make_prompt_cache
+    def _generate(self, tokens: Sequence[int], max_tokens: int = -1) -> Any:
+        from mlx_lm.generate import generate_step
 
-    cache = make_prompt_cache(lm.model)
-    prompt = mx.array(tokens)
-    list(generate_step(prompt, lm.model, prompt_cache=cache, max_tokens=0, prefill_step_size=_PREFILL_STEP))
-    if quant is not None:
-        cache = [layer.to_quantized(group_size=quant.group_size, bits=quant.k_bits) for layer in cache]
-    mx.eval([layer.state for layer in cache])
-    return cache
+        prompt, step = mx.array(tokens), _PREFILL_STEP
+        return generate_step(
+            prompt, self._lm.model, prompt_cache=self.layers, max_tokens=max_tokens, prefill_step_size=step
+        )
+
+    def evaluate(self) -> None:
+        mx.eval([layer.state for layer in self.layers if not layer.empty()])
+
+    def timed(self, tokens: Sequence[int], *, skip: int, count: int) -> float:
+        """Seconds of `count` greedy tokens behind `tokens`, after `skip` untimed ones; the cache is then as before."""
+        from mlx_lm.models.cache import trim_prompt_cache
+
+        steps = self._generate(tokens)
+        for _ in range(skip):
+            next(steps)
+        took = seconds(lambda: [next(steps) for _ in range(count)])
+        steps.close()
+        self.evaluate()
+        trim_prompt_cache(self.layers, self.layers[0].offset - len(self._tokens))
+        return took
+
+    def first_token(self, turn: Sequence[int]) -> float:
+        return self.timed(turn, skip=0, count=1)
+
+    def decode(self, count: int) -> float:
+        return self.timed(self._tokens[-1:], skip=1, count=count) / count
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -156,19 +180,18 @@ def _stock_live(
     lm: LoadedModel, shared: list[int], num_agents: int, private: int, quant: QuantSpec | None
 ) -> list[int]:
     """The same with mlx-lm's own prompt cache."""
+    from mlx_lm.generate import generate_step
     from mlx_lm.models.cache import LRUPromptCache
 
     before = live_bytes()
     store = LRUPromptCache(max_size=num_agents + 1)
-    store.insert_cache("model", shared, stock_cache(lm, shared, quant))
+    store.insert_cache("model", shared, StockCache(lm, shared, quant).layers)
     held, live = [], [live_bytes() - before]
     for index in range(num_agents):
         ids = _private_ids(lm, index, private - private // 2)
         cache, rest = store.fetch_nearest_cache("model", shared + ids)
-        steps = stock_steps(lm, cache, rest)
-        for _ in range(private // 2):
-            next(steps)
-        steps.close()  # type: ignore[attr-defined]
+        for _ in generate_step(mx.array(rest), lm.model, prompt_cache=cache, max_tokens=private // 2):
+            pass
         mx.eval([layer.state for layer in cache])
         held.append(cache)
         live.append(live_bytes() - before)
@@ -182,6 +205,7 @@ def bench_handoff(
     lm: LoadedModel,
     *,
     tokens: Sequence[int] = (512, 1024, 4096),
+    agents: int = 2,
     turn_tokens: int = 32,
     decode_tokens: int = 16,
     repeats: int = 5,
@@ -190,67 +214,106 @@ def bench_handoff(
 ) -> list[HandoffRow]:
     """Rows for every length of `tokens`: handoff, first token after it, and decode, each beside mlx-lm."""
     return [
-        _handoff_row(lm, count, turn_tokens, decode_tokens, repeats, quant or QuantSpec(), note) for count in tokens
+        _handoff_row(lm, _Ring(lm, count, agents, turn_tokens, quant or QuantSpec()), decode_tokens, repeats, note)
+        for count in tokens
     ]
 
 
-def _handoff_row(
-    lm: LoadedModel, num_tokens: int, turn_tokens: int, decode_tokens: int, repeats: int, quant: QuantSpec, note: Note
-) -> HandoffRow:
-    shared = sample_tokens(lm.tokenizer, num_tokens)
-    turn = sample_tokens(lm.tokenizer, turn_tokens, skip=num_tokens)
-    note(f"{num_tokens} tokens: prefill")
-    manager = SharedKVCacheManager(lm.spec, quant)
-    coordinator = HandoffCoordinator(manager)
-    sender, receiver = (AgentSession(name, lm, manager, prefill_step_tokens=_PREFILL_STEP) for name in ("a", "b"))
-    sender.prefill(shared)
-    sender.seal()
-    note(f"{num_tokens} tokens: handoffs")
-    copied = _bytes_copied(coordinator, sender, receiver, turn)
-    holder, other = receiver, sender
-    holder.rewind(holder.num_tokens - num_tokens)
-    handoffs = []
-    for _ in range(20):
-        handoffs.append(coordinator.request_handoff(holder, other).handoff_seconds)
-        holder, other = other, holder
+class _Ring:
+    """`num_agents` sessions that pass one sealed context of `num_tokens` tokens around."""
 
-    hot = stock_cache(lm, shared)
-    quantized = stock_cache(lm, shared, quant)
+    def __init__(self, lm: LoadedModel, num_tokens: int, num_agents: int, turn_tokens: int, quant: QuantSpec):
+        self.shared = sample_tokens(lm.tokenizer, num_tokens)
+        self.turn = sample_tokens(lm.tokenizer, turn_tokens, skip=num_tokens)
+        self.quant, self.manager = quant, SharedKVCacheManager(lm.spec, quant)
+        self.coordinator = HandoffCoordinator(self.manager)
+        self._agents = [
+            AgentSession(f"agent {i}", lm, self.manager, prefill_step_tokens=_PREFILL_STEP) for i in range(num_agents)
+        ]
+        self.holder.prefill(self.shared)
+        self.holder.seal()
 
-    def after_handoff() -> float:
-        nonlocal holder, other
-        coordinator.request_handoff(holder, other)
-        holder, other = other, holder
-        took = seconds(lambda: next(holder.stream(turn)))
-        holder.rewind(holder.num_tokens - num_tokens)
+    @property
+    def holder(self) -> AgentSession:
+        return self._agents[0]
+
+    def hand_on(self) -> HandoffRecord:
+        record = self.coordinator.request_handoff(self._agents[0], self._agents[1])
+        self._agents.append(self._agents.pop(0))
+        return record
+
+    def rewind(self) -> None:
+        """Back to the shared context."""
+        self.holder.rewind(self.holder.num_tokens - len(self.shared))
+
+    def bytes_copied(self) -> int:
+        """Growth of live memory through a handoff and the receiver's first token, less the receiver's own tail.
+
+        The segments' buffers must also stay where they were: a copy that replaced them would not grow memory.
+        """
+        self._agents[1].prefill(self.turn)  # what the model itself allocates once must not count
+        self._agents[1].reset()
+        tensors = [t for segment in self.manager.segments() for kv in segment.layers for t in (kv.keys, kv.values)]
+        addresses, before = [buffer_address(t.packed) for t in tensors], live_bytes()
+        self.hand_on()
+        for _ in self.holder.stream(self.turn, max_tokens=1):
+            pass
+        grown = live_bytes() - before - self.holder.private_bytes
+        if [buffer_address(t.packed) for t in tensors] != addresses:
+            raise IntegrityError("[bench_handoff] expected the packed bytes to stay in place, got other addresses")
+        self.rewind()
+        return max(0, grown)
+
+    def first_token(self) -> float:
+        """Seconds to the first token of the role turn, on the agent that holds the context."""
+        took = seconds(lambda: next(self.holder.stream(self.turn)))
+        self.rewind()
         return took
 
+    def decode(self, count: int) -> float:
+        """Seconds per token, the first one aside."""
+        steps = self.holder.stream(max_tokens=count + 2, ignore_eos=True)
+        next(steps)
+        took = seconds(lambda: [next(steps) for _ in range(count)])
+        steps.close()
+        self.rewind()
+        return took / count
+
+
+def _handoff_row(lm: LoadedModel, ring: _Ring, decode_tokens: int, repeats: int, note: Note) -> HandoffRow:
+    num_tokens = len(ring.shared)
+    note(f"{num_tokens} tokens: handoffs")
+    copied = ring.bytes_copied()
+    handoffs = [ring.hand_on().handoff_seconds for _ in range(20)]
+    hot = StockCache(lm, ring.shared)
+    quantized = StockCache(lm, ring.shared, ring.quant)
     note(f"{num_tokens} tokens: time to first token")
+    ring.hand_on()
     ttft = interleaved_medians(
         {
-            "handoff": after_handoff,
-            "hot": lambda: _stock_ttft(lm, hot, turn, num_tokens),
-            "deepcopy": lambda: _stock_ttft(lm, copy.deepcopy(hot), turn, num_tokens),
+            "handoff": ring.first_token,
+            "hot": lambda: hot.first_token(ring.turn),
+            "deepcopy": lambda: copy.deepcopy(hot).first_token(ring.turn),
         },
         repeats,
     )
     note(f"{num_tokens} tokens: decode")
     decode = interleaved_medians(
         {
-            "ours": lambda: _ours_decode(holder, num_tokens, decode_tokens),
-            "quantized": lambda: _stock_decode(lm, quantized, shared[-1:], num_tokens, decode_tokens),
-            "full": lambda: _stock_decode(lm, hot, shared[-1:], num_tokens, decode_tokens),
+            "ours": lambda: ring.decode(decode_tokens),
+            "quantized": lambda: quantized.decode(decode_tokens),
+            "full": lambda: hot.decode(decode_tokens),
         },
         repeats,
     )
     note(f"{num_tokens} tokens: re-prefill")
-    reprefill = seconds(lambda: next(stock_steps(lm, _fresh(lm), [*shared, *turn])))
+    reprefill = StockCache(lm, ()).first_token([*ring.shared, *ring.turn])
     return HandoffRow(
         tokens=num_tokens,
-        turn_tokens=turn_tokens,
+        turn_tokens=len(ring.turn),
         handoff_seconds=statistics.median(handoffs),
         bytes_copied=copied,
-        bytes_referenced=coordinator.records[-1].bytes_referenced,
+        bytes_referenced=ring.coordinator.records[-1].bytes_referenced,
         ttft_handoff_seconds=ttft["handoff"],
         ttft_hot_seconds=ttft["hot"],
         ttft_deepcopy_seconds=ttft["deepcopy"],
@@ -261,67 +324,6 @@ def _handoff_row(
         decode_stock_quantized_seconds_per_token=decode["quantized"],
         decode_stock_seconds_per_token=decode["full"],
     )
-
-
-def _bytes_copied(
-    coordinator: HandoffCoordinator, sender: AgentSession, receiver: AgentSession, turn: list[int]
-) -> int:
-    """Growth of live memory through a handoff and the receiver's first token, less its own tail.
-
-    The segments' buffers must also stay where they were: a copy that replaced them would not grow memory.
-    """
-    receiver.prefill(turn)  # what the model itself allocates once must not count
-    receiver.reset()
-    arrays = [
-        t.packed for segment in coordinator.manager.segments() for kv in segment.layers for t in (kv.keys, kv.values)
-    ]
-    addresses, before = [buffer_address(a) for a in arrays], live_bytes()
-    coordinator.request_handoff(sender, receiver)
-    for _ in receiver.stream(turn, max_tokens=1):
-        pass
-    assert [buffer_address(a) for a in arrays] == addresses
-    return max(0, live_bytes() - before - receiver.private_bytes)
-
-
-def _fresh(lm: LoadedModel) -> list[Any]:
-    from mlx_lm.models.cache import make_prompt_cache
-
-    return make_prompt_cache(lm.model)
-
-
-def _stock_trim(cache: list[Any], num_tokens: int) -> None:
-    from mlx_lm.models.cache import trim_prompt_cache
-
-    trim_prompt_cache(cache, cache[0].offset - num_tokens)
-
-
-def _stock_ttft(lm: LoadedModel, cache: list[Any], turn: list[int], num_tokens: int) -> float:
-    steps = stock_steps(lm, cache, turn)
-    took = seconds(lambda: next(steps))
-    steps.close()  # type: ignore[attr-defined]
-    mx.eval([layer.state for layer in cache])
-    _stock_trim(cache, num_tokens)
-    return took
-
-
-def _stock_decode(lm: LoadedModel, cache: list[Any], last: list[int], num_tokens: int, count: int) -> float:
-    """Seconds per token, the first one aside."""
-    steps = stock_steps(lm, cache, last)
-    next(steps)
-    took = seconds(lambda: [next(steps) for _ in range(count)])
-    steps.close()  # type: ignore[attr-defined]
-    mx.eval([layer.state for layer in cache])
-    _stock_trim(cache, num_tokens)
-    return took / count
-
-
-def _ours_decode(agent: AgentSession, num_tokens: int, count: int) -> float:
-    steps = agent.stream(max_tokens=count + 2, ignore_eos=True)
-    next(steps)
-    took = seconds(lambda: [next(steps) for _ in range(count)])
-    steps.close()  # type: ignore[attr-defined]
-    agent.rewind(agent.num_tokens - num_tokens)
-    return took / count
 
 
 # --- what a prefill peaks at, and what quantization costs -----------------------------------------
@@ -337,7 +339,7 @@ def prefill_peaks(lm: LoadedModel, num_tokens: int, quant: QuantSpec | None = No
         agent.seal()
 
     ours_peak = peak_bytes(ours)
-    stock_peak = peak_bytes(lambda: stock_cache(lm, ids))
+    stock_peak = peak_bytes(lambda: StockCache(lm, ids))
     layer = num_tokens * lm.spec.private_token_bytes // len(lm.spec.layers)
     return {"tokens": num_tokens, "ours_peak_bytes": ours_peak, "stock_peak_bytes": stock_peak, "layer_bytes": layer}
 
@@ -360,7 +362,7 @@ def kl_divergence(
     agent.prefill(prefix)
     agent.seal()
     ours = _log_probabilities(agent.score(scored[0].tolist()))
-    exact = _log_probabilities(lm.model(scored, cache=stock_cache(lm, prefix))[0])
+    exact = _log_probabilities(lm.model(scored, cache=StockCache(lm, prefix).layers)[0])
     kl = mx.sum(mx.exp(exact) * (exact - ours), axis=-1)
     agrees = mx.mean(mx.argmax(exact, axis=-1) == mx.argmax(ours, axis=-1))
     return {"mean_kl": mx.mean(kl).item(), "max_kl": mx.max(kl).item(), "top1_agreement": agrees.item()}

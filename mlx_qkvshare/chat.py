@@ -43,6 +43,7 @@ class ChatFormat:
         added = [text for text in tokenizer.get_added_vocab() if text.strip()]
         longest_first = sorted(added, key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, longest_first))) if added else None
+        self._special_ids = frozenset(tokenizer.all_special_ids)
         self._bos = tokenizer.bos_token_id
         self._adds_bos = self._bos is not None and tokenizer.encode("")[:1] == [self._bos]
         self._encode_pieces = functools.lru_cache(maxsize=256)(self._encode)
@@ -86,7 +87,9 @@ class ChatFormat:
         for i, message in enumerate(messages):
             if shown[i] is marked[i]:
                 ids = message.token_ids
-                spliced[marked[i].content] = self.encode_text(message.content) if ids is None else list(ids)
+                # A control token that the model itself sampled must not pass for the template's own.
+                is_plain = ids is not None and self._special_ids.isdisjoint(ids)
+                spliced[marked[i].content] = list(ids) if is_plain else self.encode_text(message.content)
         text = self._template(shown, add_generation_prompt)
         pieces = re.split(f"({left}\\d+{right})", text)
         return [i for piece in pieces for i in (spliced[piece] if piece in spliced else self._encode_pieces(piece))]

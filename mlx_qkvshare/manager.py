@@ -191,7 +191,6 @@ class SharedKVCacheManager:
         """Raise unless `layers` [(keys [1, Hk, T, Dk], values [1, Hk, T, Dv]), …] fit the spec and are finite."""
         if len(layers) != len(self.spec.layers):
             raise InvalidValueError(f"[quantize_and_store] layers: expected {len(self.spec.layers)}, got {len(layers)}")
-        finite = []
         for index, (spec, (keys, values)) in enumerate(zip(self.spec.layers, layers, strict=True)):
             for name, x, dim in (("keys", keys, spec.k_head_dim), ("values", values, spec.v_head_dim)):
                 expected = (1, spec.n_kv_heads, len(token_ids), dim)
@@ -199,11 +198,11 @@ class SharedKVCacheManager:
                     raise InvalidValueError(
                         f"[quantize_and_store] layer {index} {name}: expected shape {expected}, got {tuple(x.shape)}"
                     )
-                finite.append(mx.all(mx.isfinite(x)))
-        for index, flags in enumerate(mx.stack(finite).reshape(-1, 2).tolist()):
-            if not all(flags):
-                name = "values" if flags[0] else "keys"
-                raise NonFiniteError(f"[quantize_and_store] layer {index} {name}: expected finite, got NaN or infinity")
+                # One by one: the temporaries of all layers together would outweigh the packed segment.
+                if not mx.all(mx.isfinite(x)).item():
+                    raise NonFiniteError(
+                        f"[quantize_and_store] layer {index} {name}: expected finite values, got NaN or infinity"
+                    )
 
     def quantize_and_store(
         self,
@@ -253,7 +252,8 @@ class SharedKVCacheManager:
         for index, plan in enumerate(self.plans):
             keys, values = layers[index]
             kv = LayerKV(quantize(keys, plan.keys), quantize(values, plan.values))
-            mx.eval(*kv.keys.arrays, *kv.values.arrays)
+            for tensor in (kv.keys, kv.values):  # in turn, which halves the temporaries
+                mx.eval(*tensor.arrays)
             if consume:
                 layers[index] = None  # type: ignore[call-overload]
                 del keys, values

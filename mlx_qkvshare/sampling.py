@@ -18,7 +18,7 @@ class Sampling:
         top_p: keep the smallest set of tokens whose probability reaches this (Holtzman et al. 2019).
         top_k: keep this many tokens; 0 keeps all.
         min_p: keep tokens at least this times as likely as the most likely one (arXiv 2407.01082).
-        seed: 0 and None differ: None takes a fresh seed for every session.
+        seed: below 2**32. 0 and None differ: None takes a fresh seed for every session.
     """
 
     temperature: float = 0.0
@@ -33,7 +33,7 @@ class Sampling:
             "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
             "top_k": (self.top_k >= 0, ">= 0"),
             "min_p": (0 <= self.min_p <= 1, "in [0, 1]"),
-            "seed": (self.seed is None or self.seed >= 0, "None or >= 0"),
+            "seed": (self.seed is None or 0 <= self.seed < 2**32, "None or in [0, 2**32)"),
         }
         for name, (holds, expected) in checks.items():
             if not holds:
@@ -48,7 +48,7 @@ class Sampling:
         for keep in self._filters(logprobs):
             logprobs = mx.where(keep, logprobs, -mx.inf)
         # A key per draw, not the process-wide random state: interleaving and threads change nothing.
-        key = mx.random.key(((seed << 32) + index) % 2**64)
+        key = mx.random.key((seed << 32) + index)
         return mx.random.categorical(logprobs / self.temperature, key=key)
 
     def _filters(self, logprobs: mx.array) -> list[mx.array]:

@@ -171,14 +171,21 @@ class AgentSession:
     def sync(self, token_ids: Sequence[int], *, progress: Progress | None = None) -> PrefillReport:
         """Make the session hold exactly `token_ids`: keep the longest common token prefix, compute the rest."""
         with self._working():
-            report = self._prefill(list(token_ids), progress)
-            self._start_conversation_here()
-            return report
+            try:
+                return self._prefill(list(token_ids), progress)
+            finally:  # also after a failure, which leaves the part that was computed
+                self._start_conversation_here()
 
     def _prefill_raw(
         self, token_ids: Sequence[int], progress: Progress | None = None, *, reserve: int = 0
     ) -> PrefillReport:
-        report = self._prefill([*self.token_ids, *token_ids], progress, reserve=reserve)
+        start = self.num_tokens
+        try:
+            report = self._prefill([*self.token_ids, *token_ids], progress, reserve=reserve)
+        except BaseException:  # all or nothing: a retry must not append the first chunks twice
+            self._roll_back()
+            self._rewind(max(0, self.num_tokens - start))
+            raise
         self._start_conversation_here()
         return report
 
@@ -289,6 +296,8 @@ class AgentSession:
         The reply joins `messages` when the prompt was a message, also when the iterator is dropped half-way.
         """
         with self._working():
+            if max_tokens <= 0:
+                raise InvalidValueError(f"[AgentSession {self.name}] max_tokens: expected > 0, got {max_tokens}")
             if isinstance(prompt, str):
                 self._say(prompt, progress, reserve=max_tokens)
             elif prompt is not None:
@@ -363,8 +372,6 @@ class AgentSession:
         return self._logits
 
     def _check_room(self, num_tokens: int) -> None:
-        if num_tokens <= 0:
-            raise InvalidValueError(f"[AgentSession {self.name}] max_tokens: expected > 0, got {num_tokens}")
         if self.num_tokens + num_tokens > self.max_context_tokens:
             raise ContextLimitError(
                 f"[AgentSession {self.name}] needed {self.num_tokens + num_tokens} positions, "

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import signal
 import subprocess
 import sys
+import termios
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -16,9 +18,10 @@ import pytest
 from mlx.utils import tree_flatten
 from tiny import tiny_config, tiny_model, tiny_tokenizer
 
+from mlx_qkvshare import AgentSession, StreamChunk
 from mlx_qkvshare.cli import app, conversation
 
-COMMAND = [sys.executable, "-c", "from mlx_qkvshare.cli.app import main; main()"]
+COMMAND = [sys.executable, "-P", "-c", "from mlx_qkvshare.cli.app import main; main()"]
 
 
 class Result(NamedTuple):
@@ -56,36 +59,43 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: object, stdin: str | bytes 
 
 
 def start(*arguments: object, **options: object) -> subprocess.Popen[bytes]:
-    """`qkvshare ARGUMENTS` in a process of its own, where Ctrl-C is not ignored."""
+    """`qkvshare ARGUMENTS` in a session of its own on the terminal that is its stdin; Ctrl-C is not ignored there."""
+
+    def prepare() -> None:
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
     command = [*COMMAND, *map(str, arguments)]
-    return subprocess.Popen(command, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), **options)
+    return subprocess.Popen(command, preexec_fn=prepare, start_new_session=True, **options)
 
 
 def force_replies(
     monkeypatch: pytest.MonkeyPatch, *replies: str | Sequence[int], on_token: Callable[[int], None] = lambda count: None
-) -> list[conversation.AgentSession]:
-    """Let the chat's agents say `replies`, one after another, and end. Returns the sessions, as they are made.
+) -> list[AgentSession]:
+    """Let the chat's agents say `replies`, one a turn. Returns the sessions, as they are made.
 
-    `on_token` is called with the number of tokens sampled so far.
+    `on_token` is called at every sampling with how often the turn sampled before.
     """
     tokenizer, made = tiny_tokenizer(), []
-    ids = [r if not isinstance(r, str) else tokenizer.encode(r, add_special_tokens=False) for r in replies]
-    script = _script([list(reply) for reply in ids], tokenizer.eos_token_id, on_token)
+    ids = [
+        reply if not isinstance(reply, str) else tokenizer.encode(reply, add_special_tokens=False) for reply in replies
+    ]
+    left, turn = iter(ids), []
 
-    class Scripted(conversation.AgentSession):
+    def sampler(logits: mx.array) -> mx.array:
+        count, reply = turn[0], turn[1]
+        on_token(count)
+        turn[0] += 1
+        return mx.array(reply[count] if count < len(reply) else tokenizer.eos_token_id, dtype=mx.uint32)
+
+    class Scripted(AgentSession):
         def __init__(self, *args: object, **options: object):
-            super().__init__(*args, **options)
+            super().__init__(*args, **{**options, "sampler": sampler})
             made.append(self)
 
-        def _pick(self, logits: mx.array, ahead: int) -> mx.array:
-            if ahead == 0:  # the turn begins: what was sampled ahead for the turn before is void
-                script.send(None) if not made[0].__dict__.setdefault("_begun", []) else script.send("turn")
-                made[0].__dict__["_begun"].append(1)
-            return mx.array(next(script), dtype=mx.uint32)
+        def stream(self, *args: object, **options: object) -> Iterator[StreamChunk]:
+            turn[:] = [0, next(left)]
+            return super().stream(*args, **options)
 
     monkeypatch.setattr(conversation, "AgentSession", Scripted)
     return made
-
-
-def _script(replies: list[list[int]], eos: int, on_token: Callable[[int], None]) -> Iterator[int]:
-    raise NotImplementedError

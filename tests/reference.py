@@ -76,7 +76,7 @@ def cold(token_ids: Sequence[int], loaded: LoadedModel = T, caches: list[Any] | 
     return np.array(loaded.model(mx.array([list(token_ids)]), cache=caches)[0])
 
 
-def _unpacked(tensor: Any, length: int) -> mx.array:
+def unpacked(tensor: Any, length: int) -> mx.array:
     plan = tensor.plan
     if not plan.is_quantized:
         return tensor.packed[:, :, :length]
@@ -89,7 +89,7 @@ def cold_behind(session: AgentSession, token_ids: Sequence[int], loaded: LoadedM
     caches = make_prompt_cache(loaded.model)
     for view in session.prefix.views:
         for cache, kv in zip(caches, view.segment.layers, strict=True):
-            cache.update_and_fetch(_unpacked(kv.keys, view.length), _unpacked(kv.values, view.length))
+            cache.update_and_fetch(unpacked(kv.keys, view.length), unpacked(kv.values, view.length))
     return cold(token_ids, loaded, caches)
 
 

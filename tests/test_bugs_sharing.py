@@ -73,9 +73,9 @@ def test_b31_a_copied_tail_is_not_an_alias():
     session = open_on(owner)
     session.prefill(some_ids(5, seed=1))
     before, twin = probe(session), copy.deepcopy(session.caches)
+    session.prefill([12])
     with quantized_attention():
         mx.eval(T.model(mx.array([[11, 11]]), cache=twin))
-    session.prefill([12])
     assert [cache.offset for cache in twin] == [47, 47] and session.num_tokens == 46
     assert_warm_is_cold(session)
     session.rewind(1)

@@ -291,15 +291,17 @@ def test_a_module_imported_inside_the_block_is_routed_and_restored(monkeypatch):
     assert module.scaled_dot_product_attention is before
 
 
-def test_a_module_that_takes_the_place_of_another_is_restored(monkeypatch):
+def test_a_module_that_takes_the_place_of_another_is_restored():
     """`sys.modules` is as long after the swap as it was before: its length alone must not decide."""
     name = "mlx_lm.models.stablelm"
     importlib.import_module(name)
     before = base.scaled_dot_product_attention
     with quantized_attention():
-        monkeypatch.delitem(sys.modules, name)
+        del sys.modules[name]
         module = importlib.import_module(name)
-    assert module.scaled_dot_product_attention is before
+    found = module.scaled_dot_product_attention
+    module.scaled_dot_product_attention = before
+    assert found is before
 
 
 def test_another_packages_patch_stays(monkeypatch):
@@ -608,6 +610,23 @@ def test_forks_of_a_private_tail_do_not_see_each_other(sealed):
         np.testing.assert_allclose(logits_behind(model.model, cache, [50])[-1], expected, atol=1e-4)
     row = manager.spec.private_token_bytes
     assert manager.stats().private_bytes == 2 * 16 * row, "each tail is charged"
+
+
+def test_a_fork_with_a_private_tail_may_go_to_another_thread(sealed):
+    model, _, caches = sealed
+    with quantized_attention():
+        mx.eval(model.model(mx.array([[20, 21, 22]]), cache=caches))
+    mx.eval([cache.state for cache in caches])
+    fork, found = copy.deepcopy(caches), []
+
+    def elsewhere():
+        try:
+            found.append(logits_behind(model.model, fork, [50]))
+        finally:
+            mx.clear_streams()
+
+    run_in_thread(elsewhere)
+    assert np.array_equal(found[0], logits_behind(model.model, caches, [50]))
 
 
 def test_save_prompt_cache_refuses_rather_than_write_the_tail_alone(sealed, tmp_path):

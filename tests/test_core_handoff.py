@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -114,7 +115,7 @@ def with_span(index, **changes):
 
 TAMPERED = {
     "another manager": (lambda p: {"manager": "0" * 16}, HandoffError, "manager: expected"),
-    "no sequence": (lambda p: {"sequence": 0}, HandoffError, "sequence: .* a replay"),
+    "no sequence": (lambda p: {"sequence": 0}, HandoffError, r"sequence: .* \(a replay\)"),
     "another quant": (lambda p: {"quant": QuantSpec(4, 4)}, FingerprintMismatchError, "quant: .*K8V8.*K4V4"),
     "a gap in front": (lambda p: {"spans": p.spans[1:]}, HandoffError, "from token 0, got 80"),
     "a gap between": (with_span(0, length=79), HandoffError, "from token 79, got 80"),
@@ -216,13 +217,13 @@ def test_a_busy_sender_refuses(team):
 
 def test_closed_sessions_and_oneself_are_refused(team):
     team.writer.close()
-    for pair, error in {
-        ("planner", "writer"): SessionClosedError,
-        ("writer", "planner"): SessionClosedError,
-        ("planner", "planner"): HandoffError,
-    }.items():
-        with pytest.raises(error, match=pair[1] if pair[1] == "planner" != pair[0] else pair[-1]):
-            team.coordinator.request_handoff(*(getattr(team, name) for name in pair))
+    for sender, receiver, error, named in (
+        (team.planner, team.writer, SessionClosedError, "writer"),
+        (team.writer, team.planner, SessionClosedError, "writer"),
+        (team.planner, team.planner, HandoffError, "'planner' twice"),
+    ):
+        with pytest.raises(error, match=named):
+            team.coordinator.request_handoff(sender, receiver)
     assert team.planner.token_ids == CONTEXT and not team.coordinator.records
 
 
@@ -261,6 +262,22 @@ def test_the_conversation_goes_along(team):
     held = team.writer.num_tokens
     assert team.writer.say("And then?").reused_tokens > held // 2
     assert team.writer.prefix.num_tokens <= held
+
+
+def test_a_failed_reply_behind_a_handoff_raises_its_own_error_and_can_be_repeated(team, monkeypatch):
+    team.planner.reset()
+    team.planner.say("What is due?")
+    team.coordinator.request_handoff(team.planner, team.writer)
+    held = team.writer.token_ids
+
+    def broken(*arguments, **options):
+        raise RuntimeError("no luck")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no luck"):
+        patch.setattr(type(team.model.model), "__call__", broken)
+        team.writer.reply(max_tokens=2)
+    assert [m.content for m in team.writer.messages] == ["What is due?"] and team.writer.token_ids == held
+    assert team.writer.reply(max_tokens=2) is not None and len(team.writer.messages) == 2
 
 
 def test_an_empty_context_can_be_handed_over(team):
@@ -306,9 +323,6 @@ def test_hop_20_equals_hop_1_and_no_byte_moves(quant):
     checksums = [s.checksum for s in team.manager.segments()]
     held, used = addresses(team.planner.prefix), team.manager.stats().used_bytes
     for sender, receiver in itertools.islice(itertools.pairwise(itertools.cycle(team.agents)), 20):
-        sender.reset() if sender.num_tokens == 0 else None
-        mx.synchronize()
-        sender.seal()
         active = mx.get_active_memory()
         record = coordinator.request_handoff(sender, receiver)
         assert mx.get_active_memory() <= active and record.bytes_copied == 0
@@ -417,7 +431,7 @@ def test_handoffs_across_threads():
     tests = Path(__file__).parent
     done = subprocess.run(
         [sys.executable, "-c", THREADS], cwd=tests, capture_output=True, text=True, timeout=120,
-        env={**__import__("os").environ, "PYTHONPATH": f"{tests}:{tests.parent}"},
+        env=os.environ | {"PYTHONPATH": f"{tests}:{tests.parent}"},
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, "done 12\n"), done.stderr[-3000:]
 

@@ -138,14 +138,25 @@ def test_a_constant_group_comes_back_exactly(value, bits, dtype):
     assert mx.array_equal(dequantize(packed(x, bits)), x)
 
 
+@pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("dtype", ITEM_BYTES)
-def test_16_bits_are_the_rows_themselves(dtype):
-    buffer = normal(1, 2, 12, 72, dtype=getattr(mx, dtype))
-    x = buffer[:, :, :7]  # a view with foreign strides: the segment must not pin the rest
+def test_16_bits_are_the_rows_themselves(dtype, heads):
+    buffer = normal(1, heads, 12, 72, dtype=getattr(mx, dtype))
+    x = buffer[:, :, :7]
     tensor = packed(x, 16)
     assert not tensor.plan.is_quantized and tensor.arrays == (tensor.packed,)
-    assert tensor.nbytes == 2 * 7 * tensor.plan.row_bytes(ITEM_BYTES[dtype]) == 2 * 7 * 72 * ITEM_BYTES[dtype]
+    assert tensor.nbytes == heads * 7 * tensor.plan.row_bytes(ITEM_BYTES[dtype]) == heads * 7 * 72 * ITEM_BYTES[dtype]
     assert mx.array_equal(dequantize(tensor), x)
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_packed_rows_do_not_pin_the_buffer_they_came_from(heads, bits):
+    buffer = normal(1, heads, 4096, 64)
+    before = mx.get_active_memory()
+    tensor = packed(buffer[:, :, :7], bits)
+    del buffer
+    assert mx.get_active_memory() - before < -(2**19) and tensor.num_tokens == 7
 
 
 @pytest.mark.parametrize("bits", [3, 8, 16])

@@ -1,0 +1,135 @@
+"""`qkvshare bench`: mlx-lm as it ships beside ours, a table for people and one JSON line for programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from .. import QuantSpec
+from ..bench import HandoffRow, MemoryRow, bench_handoff, bench_memory
+from ..errors import InvalidValueError
+from ..measure import machine, report, versions
+from ..model import DEFAULT_MODEL
+from .options import CacheDir, GroupSize, Model, load_model
+from .terminal import Terminal, format_bytes
+
+app = typer.Typer(help="Measure on this machine, mlx-lm beside ours.", no_args_is_help=True, rich_markup_mode=None)
+
+# One number, unlike the demo's: mlx-lm's quantized cache has no separate bits for K and V.
+Bits = Annotated[int, typer.Option(help="Bits of keys and values, both sides.")]
+JsonOnly = Annotated[bool, typer.Option("--json", help="Print the JSON line alone.")]
+
+
+def _counts(text: str, name: str) -> list[int]:
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        counts = [0]
+    if min(counts) <= 0:
+        raise InvalidValueError(f"--{name}: expected whole numbers above 0, as in 1,2,4; got {text!r}")
+    return counts
+
+
+@app.command()
+def memory(
+    model: Model = None,
+    agents: Annotated[str, typer.Option(help="Agents, comma separated.")] = "1,2,4,8",
+    tokens: Annotated[str, typer.Option(help="Shared tokens, comma separated.")] = "1024",
+    private: Annotated[int, typer.Option(help="Private tokens of each agent.", min=2)] = 16,
+    bits: Bits = 8,
+    group_size: GroupSize = 64,
+    cache_dir: CacheDir = None,
+    json_only: JsonOnly = False,
+) -> None:
+    """Live KV bytes of N agents on one shared context, after each has written tokens of its own."""
+    terminal, counts, lengths = Terminal(), _counts(agents, "agents"), _counts(tokens, "tokens")
+    quant = QuantSpec(bits, bits, group_size)
+    lm = load_model(model, cache_dir, terminal)
+    rows = bench_memory(lm, agents=counts, tokens=lengths, private_tokens=private, quant=quant, note=terminal.note)
+    if not json_only:
+        _print_memory(terminal, rows, quant)
+    _finish(terminal, "memory", model, rows)
+
+
+@app.command()
+def handoff(
+    model: Model = None,
+    agents: Annotated[int, typer.Option(help="Agents that the context goes around.", min=2)] = 2,
+    tokens: Annotated[str, typer.Option(help="Tokens handed over, comma separated.")] = "512,1024,4096",
+    turn: Annotated[int, typer.Option(help="Tokens of the receiver's role turn.", min=1)] = 32,
+    repeats: Annotated[int, typer.Option(help="Timed rounds behind each median.", min=1)] = 5,
+    bits: Bits = 8,
+    group_size: GroupSize = 64,
+    cache_dir: CacheDir = None,
+    json_only: JsonOnly = False,
+) -> None:
+    """What a handoff costs, and the time to the receiver's first token against three other ways."""
+    terminal, lengths = Terminal(), _counts(tokens, "tokens")
+    quant = QuantSpec(bits, bits, group_size)
+    lm = load_model(model, cache_dir, terminal)
+    rows = bench_handoff(
+        lm, tokens=lengths, agents=agents, turn_tokens=turn, repeats=repeats, quant=quant, note=terminal.note
+    )
+    if not json_only:
+        _print_handoff(terminal, rows, quant)
+    _finish(terminal, "handoff", model, rows)
+
+
+def _finish(terminal: Terminal, name: str, model: str | None, rows: Sequence[Any]) -> None:
+    found = report(name, model or DEFAULT_MODEL, [dataclasses.asdict(row) for row in rows])
+    print(json.dumps(found), file=terminal.out.file)
+
+
+def _print_table(terminal: Terminal, title: str, head: list[str], lines: list[list[str]]) -> None:
+    place = ", ".join(f"{key} {value}" for key, value in (machine() | versions()).items())
+    terminal.line(f"{title}\n{place}")
+    table = Table(*head)
+    for line in lines:
+        table.add_row(*line)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    terminal.out.print(table)
+
+
+def _print_memory(terminal: Terminal, rows: list[MemoryRow], quant: QuantSpec) -> None:
+    lines = [
+        [
+            str(row.agents), str(row.shared_tokens), str(row.private_tokens), format_bytes(row.ours_bytes),
+            f"{row.ours_bytes / row.floor_bytes:.3f}", format_bytes(row.ours_extra_per_agent_bytes),
+            f"{format_bytes(row.stock_bytes)} ({row.stock_bytes / row.ours_bytes:.1f}x)",
+            f"{format_bytes(row.stock_quantized_bytes)} ({row.stock_quantized_bytes / row.ours_bytes:.1f}x)",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    head = ["agents", "shared", "own", "ours", "/ floor", "per agent", "mlx-lm", f"mlx-lm {quant.k_bits} bit"]
+    _print_table(terminal, f"Live KV bytes, {quant}; floor: packed prefix + private tokens, exact", head, lines)
+
+
+def _print_handoff(terminal: Terminal, rows: list[HandoffRow], quant: QuantSpec) -> None:
+    def line(name: str, show: Callable[[HandoffRow], str]) -> list[str]:
+        return [name, *map(show, rows)]
+
+    def milliseconds(value: float) -> str:
+        return f"{1000 * value:.3g} ms"
+
+    lines = [
+        line("handoff", lambda row: milliseconds(row.handoff_seconds)),
+        line("bytes copied", lambda row: str(row.bytes_copied)),
+        line("bytes referenced", lambda row: format_bytes(row.bytes_referenced)),
+        line("first token: after the handoff", lambda row: milliseconds(row.ttft_handoff_seconds)),
+        line("- own hot cache (mlx-lm)", lambda row: milliseconds(row.ttft_hot_seconds)),
+        line("- deep-copied cache (mlx-lm)", lambda row: milliseconds(row.ttft_deepcopy_seconds)),
+        line("- re-prefill (mlx-lm)", lambda row: milliseconds(row.ttft_reprefill_seconds)),
+        line("handoff / hot", lambda row: f"{row.hot_ratio:.2f}"),
+        line("re-prefill / handoff", lambda row: f"{row.reprefill_ratio:.1f}"),
+        line("decode, a token: ours", lambda row: milliseconds(row.decode_seconds_per_token)),
+        line(f"- mlx-lm, {quant.k_bits} bit", lambda row: milliseconds(row.decode_stock_quantized_seconds_per_token)),
+        line("- mlx-lm, full precision", lambda row: milliseconds(row.decode_stock_seconds_per_token)),
+    ]
+    title = f"Handoff by reference, {quant}, then a turn of {rows[0].turn_tokens} tokens"
+    _print_table(terminal, title, ["tokens", *(str(row.tokens) for row in rows)], lines)

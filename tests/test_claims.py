@@ -1,0 +1,120 @@
+"""The product's claims on a real model. Slow: they run the default model, SmolLM2-135M-Instruct."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+
+from mlx_qkvshare import AgentSession, HandoffCoordinator, LoadedModel, QuantSpec, SharedKVCacheManager, load
+from mlx_qkvshare.bench import StockCache, bench_handoff, bench_memory, kl_divergence, prefill_peaks
+from mlx_qkvshare.measure import buffer_address, live_bytes, sample_tokens
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def lm() -> LoadedModel:
+    return load()
+
+
+def stock_logits(lm: LoadedModel, held: list[int], scored: list[int]) -> mx.array:
+    return lm.model(mx.array(scored)[None], cache=StockCache(lm, held).layers)[0]
+
+
+def largest_difference(a: mx.array, b: mx.array) -> float:
+    return mx.max(mx.abs(a - b)).item()
+
+
+def test_memory_of_eight_agents_is_at_the_floor(lm: LoadedModel) -> None:
+    one, eight = bench_memory(lm, agents=(1, 8), tokens=(1024,), private_tokens=16)
+    assert eight.ours_bytes / eight.floor_bytes <= 1.10
+    full_copy = 1024 * lm.spec.private_token_bytes
+    assert eight.stock_bytes - one.stock_bytes >= 7 * full_copy, "mlx-lm grows by a full copy for every agent"
+    assert eight.stock_quantized_bytes > 5 * eight.ours_bytes
+
+
+def test_fork_and_handoff_add_no_bytes_before_and_after_the_first_token(lm: LoadedModel) -> None:
+    manager = SharedKVCacheManager(lm.spec)
+    coordinator, ids = HandoffCoordinator(manager), sample_tokens(lm.tokenizer, 400)
+    first, second = AgentSession("first", lm, manager), AgentSession("second", lm, manager)
+    first.prefill(ids)
+    first.seal()
+    (segment,) = manager.segments()
+    packed = [tensor.packed for kv in segment.layers for tensor in (kv.keys, kv.values)]
+    addresses, before = [buffer_address(array) for array in packed], live_bytes()
+
+    fork = first.fork("fork")
+    coordinator.request_handoff(first, second)
+    assert live_bytes() == before
+    for agent in (fork, second):
+        for _ in agent.stream(max_tokens=1, ignore_eos=True):
+            pass
+    # The exact hit runs the last token again, so each agent's tail holds it and the generated one.
+    assert live_bytes() - before == fork.private_bytes + second.private_bytes
+    assert fork.private_bytes == 16 * lm.spec.private_token_bytes
+    for agent in (fork, second):
+        seen = [view.segment.layers[0].keys.packed for view in agent.prefix.views]
+        assert [buffer_address(array) for array in seen] == addresses[:1]
+    assert [buffer_address(array) for array in packed] == addresses
+
+
+def test_handoff_is_by_reference_and_its_cost_does_not_grow(lm: LoadedModel) -> None:
+    rows = bench_handoff(lm, tokens=(512, 1024), repeats=1)
+    for row in rows:
+        assert row.bytes_copied == 0
+        assert row.bytes_referenced == row.tokens * QuantSpec().packed_token_bytes(lm.spec)
+    assert rows[1].reprefill_ratio > 1
+
+
+def test_sixteen_bits_equal_mlx_lm(lm: LoadedModel) -> None:
+    ids = sample_tokens(lm.tokenizer, 700)
+    held, scored, more = ids[:600], ids[600:650], ids[650:]
+    manager = SharedKVCacheManager(lm.spec, QuantSpec(16, 16))
+    first, second = AgentSession("first", lm, manager), AgentSession("second", lm, manager)
+    first.prefill(held)
+    first.seal()
+    expected = stock_logits(lm, held, scored)
+    fork = first.fork("fork")
+    assert largest_difference(fork.score(scored), expected) <= 1e-4, "prefill behind a fork"
+    fork.rewind(20)
+    fork.rewind(60)  # into the shared part
+    assert (
+        largest_difference(fork.score(held[-30:] + scored), stock_logits(lm, held[:-30], held[-30:] + scored)) <= 1e-4
+    )
+    HandoffCoordinator(manager).request_handoff(first, second)
+    assert largest_difference(second.score(scored), expected) <= 1e-4, "after a handoff"
+    cache = StockCache(lm, held + scored).layers
+    for token in more[:8]:  # decode, one by one
+        ours, stock = second.score([token])[0], lm.model(mx.array([[token]]), cache=cache)[0, 0]
+        assert largest_difference(ours, stock) <= 1e-4
+
+
+def test_eight_bits_stay_within_a_mean_kl_of_1e_4(lm: LoadedModel) -> None:
+    found = kl_divergence(lm, prefix_tokens=1024, scored_tokens=512)
+    assert found["mean_kl"] <= 1e-4, found
+    worse = kl_divergence(lm, prefix_tokens=1024, scored_tokens=512, quant=QuantSpec(4, 4))
+    assert worse["mean_kl"] > 10 * found["mean_kl"], "the measure can tell"
+
+
+@pytest.mark.parametrize("num_tokens", [512, 1024, 2048])
+def test_prefill_and_seal_peak_no_higher_than_full_precision(lm: LoadedModel, num_tokens: int) -> None:
+    peaks = prefill_peaks(lm, num_tokens)
+    assert peaks["ours_peak_bytes"] <= peaks["stock_peak_bytes"] + peaks["layer_bytes"], peaks
+
+
+def test_the_twentieth_hop_equals_the_first_bit_for_bit(lm: LoadedModel) -> None:
+    manager = SharedKVCacheManager(lm.spec)
+    coordinator = HandoffCoordinator(manager)
+    agents = [AgentSession(name, lm, manager) for name in ("planner", "researcher", "writer")]
+    ids = sample_tokens(lm.tokenizer, 300)
+    agents[0].prefill(ids[:260])
+    agents[0].seal()
+    checksums = [segment.compute_checksum() for segment in manager.segments()]
+    logits = []
+    for hop in range(20):
+        sender, receiver = agents[hop % 3], agents[(hop + 1) % 3]
+        coordinator.request_handoff(sender, receiver, verify=True)
+        logits.append(receiver.score(ids[260:]))
+        receiver.rewind(40)
+    assert all(mx.array_equal(found, logits[0]).item() for found in logits)
+    assert [segment.compute_checksum() for segment in manager.segments()] == checksums

@@ -1,0 +1,242 @@
+"""`qkvshare chat`: the conversation, its limits, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import re
+import select
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cli_run import force_replies, run, save_tiny, start
+from tiny import tiny_tokenizer
+
+from mlx_qkvshare.cli import conversation
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def test_agents_take_turns_on_the_same_segments(monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:
+    sessions = force_replies(monkeypatch, "a plan", "a text", "a better plan")
+    lines = [
+        "what first?",
+        "/agent writer",
+        "write it",
+        "/agent",
+        "/agent planner",
+        "/agent planner",
+        "again",
+        "/stats",
+    ]
+    result = run(monkeypatch, "chat", "--model", tiny, "--system", "Be brief.", stdin="\n".join(lines))
+    assert result.code == 0
+    assert [line for line in result.out.splitlines() if ": a " in line] == [
+        "planner: a plan",
+        "writer: a text",
+        "planner: a better plan",
+    ]
+    assert "agents: planner, writer; speaking: writer" in result.out
+    assert len(re.findall(r"goes on: \d+ tokens by reference, 0 bytes copied", result.err)) == 2
+    assert "(planner is speaking already)" in result.err
+    assert re.search(r"^handoffs +2$", result.out, re.MULTILINE)
+    assert re.search(r"^bytes copied by handoffs +0$", result.out, re.MULTILINE)
+    assert all(session.manager.stats().num_holders == 0 for session in sessions)  # the end gave all back
+
+
+def test_the_conversation_goes_along(monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:
+    seen: list[list[tuple[str, str | None, str]]] = []
+
+    def look(count: int) -> None:
+        if count == 0:
+            held = next(s for s in sessions if s.messages)
+            seen.append([(m.role, m.author, m.content) for m in held.messages])
+
+    sessions = force_replies(monkeypatch, "one", "two", "three", on_token=look)
+    arguments = ["--agent", "p", "--agent", "w:You write.", "--system", "S"]
+    result = run(monkeypatch, "chat", "--model", tiny, *arguments, stdin="first\n/agent w\n//second\n/new\nthird\n")
+    assert result.code == 0
+    assert seen[1] == [
+        ("system", None, "S"),
+        ("user", None, "first"),
+        ("assistant", "p", "one"),
+        ("user", None, "You write.\n\n/second"),
+    ]
+    assert seen[2] == [("system", None, "S"), ("system", "w", "You write."), ("user", None, "third")]
+
+
+def test_commands_and_the_end_of_the_input(monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:
+    force_replies(monkeypatch)
+    result = run(monkeypatch, "chat", "--model", tiny, stdin="\n  \n/help\n/agent writer\n/agent nobody\n/quit\nlate\n")
+    assert result.code == 0 and "/stats" in result.out and "late" not in result.out
+    assert "error: no agent 'nobody'; there are: planner, writer" in result.err
+    assert run(monkeypatch, "chat", "--model", tiny).code == 0
+
+
+# --- B58: every limit bites, and is what the banner says --------------------------------------------------
+
+
+def test_b58_cli_limits_context(monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:
+    force_replies(monkeypatch, "never", "ok")
+    arguments = ["--max-context", 60, "--max-tokens", 10, "--agent", "solo"]
+    result = run(monkeypatch, "chat", "--model", tiny, *arguments, stdin=f"{'word ' * 200}\nhi\n")
+    assert "context      60 tokens" in result.err and "reply        up to 10 tokens" in result.err
+    (error,) = [line for line in result.err.splitlines() if line.startswith("error: ")]
+    assert re.search(r"needed \d+ positions, available 60 \(10 of them for the reply\); /new starts over", error)
+    assert (result.code, result.out) == (0, "solo: ok\n")
+
+
+def test_b58_cli_limits_budget(monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:
+    force_replies(monkeypatch, "never", "ok")
+    arguments = ["--budget", "128K", "--max-tokens", 10, "--agent", "solo"]
+    result = run(monkeypatch, "chat", "--model", tiny, *arguments, stdin=f"{'word ' * 60}\nhi\n/stats\n")
+    assert "budget       131072 bytes (128.0 KiB)" in result.err
+    (error,) = [line for line in result.err.splitlines() if line.startswith("error: ")]
+    assert "131072 bytes" in error and "needs" in error
+    assert result.code == 0 and result.out.startswith("solo: ok\n")
+    assert re.search(r"of 128\.0 KiB", result.out)
+
+
+def test_b58_cli_limits_reply(monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:
+    force_replies(monkeypatch, tiny_tokenizer().encode("a", add_special_tokens=False) * 50)
+    result = run(monkeypatch, "chat", "--model", tiny, "--max-tokens", 5, "--agent", "solo", stdin="hi\n")
+    assert result.out == "solo: aaaaa\n"
+    assert "(cut after 5 tokens; --max-tokens allows more)" in result.err
+
+
+def test_b58_the_banner_tells_what_holds(monkeypatch: pytest.MonkeyPatch, tiny: Path, tmp_path: Path) -> None:
+    odd = save_tiny(tmp_path / "odd", head_dim=80)
+    banner = run(monkeypatch, "chat", "--model", odd, "--k-bits", 8, "--v-bits", 4, "--seed", 3).err
+    assert "K8 V4, groups of 32" in banner  # 64 does not divide 80
+    assert "context      512 tokens" in banner and "4294967296 bytes (4.00 GiB)" in banner
+    assert "up to 256 tokens, temperature 0, seed 3" in banner
+    assert "K16 V16\n" in run(monkeypatch, "chat", "--model", tiny, "--bits", 16).err
+
+
+# --- B65: Ctrl-C, Ctrl-D, SIGTERM -------------------------------------------------------------------------
+
+
+def test_b65_ctrl_c_stops_the_turn_and_keeps_what_was_shown(monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:
+    kept: list[str] = []
+
+    def interrupt(count: int) -> None:
+        assistant = [m.content for m in sessions[0].messages if m.role == "assistant"]
+        if assistant:
+            kept.append(assistant[0])
+        elif count == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    sessions = force_replies(monkeypatch, "one two three four five six", "fine", on_token=interrupt)
+    result = run(monkeypatch, "chat", "--model", tiny, "--agent", "solo", stdin="hi\ngo on\n")
+    shown, second = result.out.splitlines()
+    assert result.code == 0 and second == "solo: fine"
+    assert 0 < len(shown) < len("solo: one two three four five six")
+    assert shown == f"solo: {kept[0]}"
+    assert "(stopped; what was shown is kept)" in result.err
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_b65_ctrl_c_during_prefill_takes_the_message_back(monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:
+    force_replies(monkeypatch, "never", "ok")
+    calls: list[int] = []
+
+    class Interrupted(conversation.AgentSession):
+        def _compute(self, *args: object) -> None:
+            if not calls:
+                calls.append(1)
+                os.kill(os.getpid(), signal.SIGINT)
+            super()._compute(*args)
+
+    monkeypatch.setattr(conversation, "AgentSession", Interrupted)
+    result = run(monkeypatch, "chat", "--model", tiny, "--agent", "solo", stdin="lost\nhi\n")
+    assert (result.code, result.out) == (0, "solo: ok\n")
+    assert "(stopped; the message was taken back)" in result.err
+
+
+class Screen:
+    """A process on a pseudo-terminal."""
+
+    def __init__(self, *arguments: object):
+        self._fd, child = pty.openpty()
+        os.environ.setdefault("TERM", "xterm")
+        self.process = start(*arguments, stdin=child, stdout=child, stderr=child)
+        os.close(child)
+        self.text = ""
+
+    def wait_for(self, words: str, seconds: float = 30) -> None:
+        self._read(seconds, lambda: words in self.text)
+        assert words in self.text, self.text
+        self.text = self.text.partition(words)[2]
+
+    def type(self, text: str) -> None:
+        os.write(self._fd, text.encode())
+
+    def end(self, seconds: float = 20) -> int:
+        self._read(seconds, lambda: False)
+        return self.process.wait(timeout=seconds)
+
+    def _read(self, seconds: float, is_done) -> None:
+        deadline = time.monotonic() + seconds
+        while not is_done() and time.monotonic() < deadline:
+            if select.select([self._fd], [], [], 0.1)[0]:
+                try:
+                    data = os.read(self._fd, 65536)
+                except OSError:  # Linux says so when the other side is closed
+                    return
+                if not data:
+                    return
+                self.text += data.decode(errors="replace")
+
+    def close(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        self.process.wait()
+        os.close(self._fd)
+
+
+@contextlib.contextmanager
+def on_screen(*arguments: object) -> Iterator[Screen]:
+    with contextlib.closing(Screen(*arguments)) as screen:
+        yield screen
+
+
+def test_b65_on_a_terminal(tmp_path: Path) -> None:
+    """Ctrl-C in mid-reply stops the turn, the chat goes on, Ctrl-D ends it; SIGTERM ends it at once."""
+    model = save_tiny(tmp_path / "long", max_position=100_000)
+    options = ["chat", "--model", model, "--agent", "solo", "--max-tokens", 90_000]  # greedy: no end in sight
+    with on_screen(*options) as screen:
+        screen.wait_for("solo> ")
+        screen.type("hi\n")
+        screen.wait_for("solo:")
+        time.sleep(0.3)
+        screen.type("\x03")
+        screen.wait_for("(stopped; what was shown is kept)")
+        screen.wait_for("solo> ")
+        screen.type("/stats\n")
+        screen.wait_for("segments")
+        screen.wait_for("solo> ")
+        screen.type("\x04")
+        assert screen.end() == 0 and "Traceback" not in screen.text
+    with on_screen(*options) as screen:
+        screen.wait_for("solo> ")
+        screen.type("hi\n")
+        screen.wait_for("solo:")
+        started = time.monotonic()
+        screen.process.terminate()
+        assert screen.end(5) == -signal.SIGTERM and time.monotonic() - started < 2
+
+
+def test_b65_ctrl_c_at_the_prompt_ends_quietly(tiny: Path) -> None:
+    with on_screen("chat", "--model", tiny, "--agent", "solo") as screen:
+        screen.wait_for("solo> ")
+        time.sleep(0.2)
+        screen.type("\x03")
+        assert screen.end() == 0
+        assert "Traceback" not in screen.text
