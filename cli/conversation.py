@@ -123,7 +123,7 @@ class Conversation:
 
         stream = self.current.stream(text, max_tokens=self.max_tokens, progress=prefilled)
         try:
-            with contextlib.closing(stream):  # type: ignore[type-var]
+            with contextlib.closing(stream):
                 for chunk in stream:
                     if not is_started:
                         progress.close()

@@ -7,8 +7,9 @@ from .chat import Message
 from .errors import QKVShareError
 from .handoff import HandoffCoordinator, HandoffRecord
 from .layer_cache import LayerCache
-from .manager import SharedKVCacheManager, SharedPrefix
+from .manager import SharedKVCacheManager
 from .package import HandoffPackage
+from .prefix import SharedPrefix
 from .sampling import Sampling
 from .segment import SegmentView, SharedSegment
 from .session import AgentSession, StreamChunk

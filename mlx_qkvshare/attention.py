@@ -103,12 +103,13 @@ def _attend_packed(
     weights = _softmax(mx.concatenate(scores, axis=-1) if len(scores) > 1 else scores[0],
                        mask=mask, sinks=sinks, gqa_factor=gqa_factor, num_queries=num_queries)  # fmt: skip
 
-    output, start = None, 0
+    outputs, start = [], 0
     for kv, length in parts:
-        part = _part_output(weights[..., start : start + length], kv.values, length)
-        output, start = part if output is None else output + part, start + length
+        outputs.append(_part_output(weights[..., start : start + length], kv.values, length))
+        start += length
     if cache.tail_tokens:
-        output = output + weights[..., start:] @ tail_values.astype(compute)
+        outputs.append(weights[..., start:] @ tail_values.astype(compute))
+    output = functools.reduce(mx.add, outputs)
     return output.reshape(1, num_heads, num_queries, -1).astype(queries.dtype)
 
 
@@ -117,36 +118,41 @@ def _compute_dtype(dtype: mx.Dtype) -> mx.Dtype:
     return mx.float32 if mx.default_device().type == mx.cpu else dtype
 
 
-def _is_mostly_unread(tensor: QuantizedTensor, num_tokens: int) -> bool:
-    """Is the view so short that slicing (a copy on the CPU) is cheaper than reading the whole buffer?"""
-    return num_tokens * 2 < tensor.num_tokens
+def _operands(tensor: QuantizedTensor, num_tokens: int, compute: mx.Dtype) -> tuple[mx.array, Any, Any]:
+    """Packed words, scales and biases to compute on, for at least `num_tokens` rows.
 
-
-def _operands(tensor: QuantizedTensor, num_tokens: int, compute: mx.Dtype) -> list[mx.array]:
-    arrays = tensor.arrays
-    if _is_mostly_unread(tensor, num_tokens):
-        arrays = tuple(a[:, :, :num_tokens] for a in arrays)
-    return [a if a.dtype == mx.uint32 else a.astype(compute) for a in arrays]
+    The whole buffer is read and the surplus dropped from the result, since the CPU copies a slice of packed
+    words; only a view of less than half a segment is cheaper to slice.
+    """
+    is_short = num_tokens * 2 < tensor.num_tokens
+    packed, scales, biases = tensor.first(num_tokens if is_short else tensor.num_tokens)
+    if not tensor.plan.is_quantized:
+        return packed.astype(compute), None, None
+    return packed, scales.astype(compute), biases.astype(compute)
 
 
 def _part_scores(rows: mx.array, keys: QuantizedTensor, num_tokens: int) -> mx.array:
     """`rows` [1, Hk, R * L, D] against one part's keys: [1, Hk, R * L, num_tokens]."""
-    plan, operands = keys.plan, _operands(keys, num_tokens, rows.dtype)
+    plan, (packed, scales, biases) = keys.plan, _operands(keys, num_tokens, rows.dtype)
     if not plan.is_quantized:
-        return rows @ operands[0][:, :, :num_tokens].swapaxes(-1, -2)
+        return rows @ packed[:, :, :num_tokens].swapaxes(-1, -2)
     rows = pad_last(rows, plan.padded_dim, mode="constant")
-    scores = mx.quantized_matmul(rows, *operands, transpose=True, group_size=plan.group_size, bits=plan.bits)
-    return scores[..., :num_tokens]  # a view reads the whole buffer and drops the rest: no packed byte is copied
+    scores = mx.quantized_matmul(
+        rows, packed, scales, biases, transpose=True, group_size=plan.group_size, bits=plan.bits
+    )
+    return scores[..., :num_tokens]
 
 
 def _part_output(weights: mx.array, values: QuantizedTensor, num_tokens: int) -> mx.array:
     """`weights` [1, Hk, R * L, num_tokens] times one part's values: [1, Hk, R * L, Dv]."""
-    plan, operands = values.plan, _operands(values, num_tokens, weights.dtype)
+    plan, (packed, scales, biases) = values.plan, _operands(values, num_tokens, weights.dtype)
     if not plan.is_quantized:
-        return weights @ operands[0][:, :, :num_tokens]
-    weights = pad_last(weights, operands[0].shape[2], mode="constant")
-    out = mx.quantized_matmul(weights, *operands, transpose=False, group_size=plan.group_size, bits=plan.bits)
-    return out[..., : plan.head_dim]
+        return weights @ packed[:, :, :num_tokens]
+    weights = pad_last(weights, packed.shape[2], mode="constant")
+    output = mx.quantized_matmul(
+        weights, packed, scales, biases, transpose=False, group_size=plan.group_size, bits=plan.bits
+    )
+    return output[..., : plan.head_dim]
 
 
 def _softmax(
@@ -205,8 +211,9 @@ def _routed(
     layer_cache = getattr(keys, "layer_cache", None)
     attention = _active.attention
     # The role check keeps out models that hand one latent in as both K and V (MLA).
-    is_ours = layer_cache is not None and getattr(values, "layer_cache", None) is layer_cache
-    if attention is not None and is_ours and (keys.role, values.role) == ("k", "v"):  # type: ignore[attr-defined]
+    roles = (getattr(keys, "role", None), getattr(values, "role", None))
+    is_ours = layer_cache is not None and getattr(values, "layer_cache", None) is layer_cache and roles == ("k", "v")
+    if attention is not None and layer_cache is not None and is_ours:
         layer_cache.mark_routed(queries.shape[2])
         return attention.attend(queries, layer_cache, scale=scale, mask=mask, sinks=sinks)
     original = _original or _base().scaled_dot_product_attention
@@ -220,15 +227,15 @@ def _base() -> Any:
 
 
 @functools.lru_cache(maxsize=1)
-def _model_modules(num_loaded: int) -> list[Any]:
-    """The loaded mlx-lm modules that hold the function; looked up again only when `sys.modules` has grown."""
+def _model_modules(num_loaded: int, last_loaded: int) -> list[Any]:
+    """The loaded mlx-lm modules that hold the function; looked up again when `sys.modules` has changed."""
     found = [m for name, m in list(sys.modules.items()) if name.startswith("mlx_lm.models.")]
     return [m for m in found if hasattr(m, "scaled_dot_product_attention")]
 
 
 def _swap(old: Any, new: Any) -> None:
     """Rebind the function in every module in which it still is `old`: another package's patch stays."""
-    for module in _model_modules(len(sys.modules)):
+    for module in _model_modules(len(sys.modules), id(next(reversed(sys.modules.values())))):
         if module.scaled_dot_product_attention is old:
             module.scaled_dot_product_attention = new
 

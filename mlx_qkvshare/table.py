@@ -91,7 +91,7 @@ class SegmentTable:
             if segment is None or segment.start > _stop(before):
                 continue
             length = _common_prefix(segment.token_ids, wanted, segment.start)
-            if length == 0 or segment.start + length <= _stop(before):
+            if length == 0:
                 continue
             views = (*truncate_views(before, segment.start), SegmentView(segment, length))
             views = self._longest(wanted, record.children, views)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
 
 import mlx.core as mx
 import numpy as np
@@ -82,6 +84,17 @@ def addresses(prefix: SharedPrefix) -> list[int]:
 def flip_byte(array: mx.array, index: int = 0) -> None:
     """Damage one byte of the array's own buffer, as no MLX operation could."""
     np.array(array, copy=False).reshape(-1).view(np.uint8)[index] ^= 0xFF
+
+
+@contextlib.contextmanager
+def no_collector():
+    """Active memory is compared inside the block: what earlier tests left behind must not be freed meanwhile."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def logits_behind(model, caches, token_ids, attention: QuantizedAttention | None = None) -> np.ndarray:

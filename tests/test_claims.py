@@ -49,7 +49,7 @@ def test_fork_and_handoff_add_no_bytes_before_and_after_the_first_token(lm: Load
     for agent in (fork, second):
         for _ in agent.stream(max_tokens=1, ignore_eos=True):
             pass
-    # The exact hit runs the last token again, so each agent's tail holds it and the generated one.
+    # Each agent's tail holds the one token that it generated.
     assert live_bytes() - before == fork.private_bytes + second.private_bytes
     assert fork.private_bytes == 16 * lm.spec.private_token_bytes
     for agent in (fork, second):

@@ -228,9 +228,8 @@ def test_b65_on_a_terminal(tmp_path: Path) -> None:
         screen.wait_for("solo> ")
         screen.type("hi\n")
         screen.wait_for("solo:")
-        started = time.monotonic()
         screen.process.terminate()
-        assert screen.end(5) == -signal.SIGTERM and time.monotonic() - started < 2
+        assert screen.end(5) == -signal.SIGTERM
 
 
 def test_b65_ctrl_c_at_the_prompt_ends_quietly(tiny: Path) -> None:

@@ -107,16 +107,13 @@ class Walk(RuleBasedStateMachine):
         self.feed(i, prompt)
 
     def feed(self, i, prompt):
-        """Prefill; after a failure the session holds what it held, and perhaps more of what was asked for."""
+        """Prefill: all of it, or nothing."""
         session, wanted = self.sessions[i], self.fed[i] + prompt
         try:
             report = session.prefill(prompt)
         except (BudgetExceededError, ContextLimitError, Injected, KeyboardInterrupt) as error:
-            got = session.token_ids
-            assert got == wanted[: len(got)] and len(got) >= len(self.fed[i]), (got, wanted)
-            if isinstance(error, ContextLimitError):
-                assert len(wanted) > MAX_CONTEXT and got == self.fed[i]
-            self.fed[i] = got
+            assert session.token_ids == self.fed[i]
+            assert isinstance(error, ContextLimitError) == (len(wanted) > MAX_CONTEXT)
         else:
             assert report.reused_tokens + report.computed_tokens == len(wanted)
             self.fed[i] = wanted

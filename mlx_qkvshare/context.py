@@ -1,0 +1,343 @@
+"""`TokenContext`: the tokens of one holder, shared prefix and private tail, and the model's steps on them."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+
+from .attention import QuantizedAttention, quantized_attention, require_finite
+from .errors import (
+    ContextLimitError,
+    FingerprintMismatchError,
+    IntegrityError,
+    InvalidValueError,
+    SessionBusyError,
+    SessionClosedError,
+    UnsupportedModelError,
+)
+from .layer_cache import LayerCache, tail_capacity
+from .manager import SharedKVCacheManager
+from .prefix import SharedPrefix
+from .sampling import Sampling
+
+if TYPE_CHECKING:
+    from .model import LoadedModel
+
+Progress = Callable[[int, int], None]
+Sampler = Callable[[mx.array], mx.array]
+
+# The last rows of a prefill run alone: logits, the widest matrix of all, are then made for few rows only.
+_LAST_CHUNK_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class PrefillReport:
+    """What one prefill reused (tokens whose K/V stood ready) and what it computed."""
+
+    reused_tokens: int
+    computed_tokens: int
+
+
+class TokenContext:
+    """Tokens whose keys and values are held: prefill, decode, seal and rewind, without a notion of messages.
+
+    The floor of `AgentSession`, which has the public verbs. One call at a time: every public verb runs
+    inside `_working`, which refuses a second one and, when a call fails, brings all layers back to the
+    length of `token_ids`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: LoadedModel,
+        manager: SharedKVCacheManager,
+        *,
+        sampling: Sampling | None = None,
+        sampler: Sampler | None = None,
+        max_context_tokens: int | None = None,
+        prefill_step_tokens: int = 512,
+        attention: QuantizedAttention | None = None,
+    ):
+        if (field := manager.spec.fingerprint.first_difference(model.spec.fingerprint)) is not None:
+            raise FingerprintMismatchError(f"[AgentSession] {field}: the manager was made for another model")
+        limit = model.spec.max_context_tokens if max_context_tokens is None else max_context_tokens
+        if not 0 < limit <= model.spec.max_context_tokens:
+            raise InvalidValueError(
+                f"[AgentSession] max_context_tokens: expected 1..{model.spec.max_context_tokens}, got {limit}"
+            )
+        if prefill_step_tokens <= 0:
+            raise InvalidValueError(f"[AgentSession] prefill_step_tokens: expected > 0, got {prefill_step_tokens}")
+        self.name, self.manager = name, manager
+        self.sampling, self.max_context_tokens = sampling or Sampling(), limit
+        self.last_prefill = PrefillReport(0, 0)
+        self._model, self._sampler, self._step = model, sampler, prefill_step_tokens
+        self._attention = attention or QuantizedAttention()
+        self._seed = secrets.randbits(32) if self.sampling.seed is None else self.sampling.seed
+        self._num_drawn = 0
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._logits: mx.array | None = None  # of the last token, when its forward was the latest
+        self._tail_ids: list[int] = []
+        self._prefix = manager.get_shared_kv_cache(())
+        self._caches = manager.make_caches(self._prefix)
+
+    # --- looking -----------------------------------------------------------------------------------
+
+    @property
+    def prefix(self) -> SharedPrefix:
+        """The shared prefix that this session holds."""
+        return self._prefix
+
+    @property
+    def caches(self) -> list[LayerCache]:
+        """The per-layer caches, as mlx-lm's models take them. `copy.deepcopy` of the list is a fork."""
+        return self._caches
+
+    @property
+    def num_tokens(self) -> int:
+        return self._prefix.num_tokens + len(self._tail_ids)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Every token whose keys and values the session has, shared and private."""
+        return self._prefix.token_ids + self._tail_ids
+
+    @property
+    def private_bytes(self) -> int:
+        """Bytes of the private tail's buffers."""
+        return sum(cache.nbytes for cache in self._caches)
+
+    def __repr__(self) -> str:
+        kind = type(self).__name__
+        return f"{kind}({self.name!r}, {self._prefix.num_tokens} shared + {len(self._tail_ids)} private tokens)"
+
+    # --- prefill -----------------------------------------------------------------------------------
+
+    def _prefill(self, wanted: list[int], progress: Progress | None = None, *, reserve: int = 0) -> PrefillReport:
+        """Hold exactly `wanted`, with room for `reserve` more: keep or find what there is of it, compute the rest."""
+        self._check_room(len(wanted) + reserve)
+        held = self.token_ids
+        shorter = min(len(held), len(wanted))
+        common = next((i for i in range(shorter) if held[i] != wanted[i]), shorter)
+        stored = self.manager.match_prefix(wanted, held_tokens=common)
+        if stored.num_tokens > common:
+            self._adopt(stored)
+            common = stored.num_tokens
+        else:
+            stored.release()
+            self._rewind(len(held) - common)
+        self._compute(wanted[common:], progress)
+        self.last_prefill = PrefillReport(common, len(wanted) - common)
+        return self.last_prefill
+
+    def _compute(self, token_ids: list[int], progress: Progress | None = None) -> None:
+        total, done = len(token_ids), 0
+        self._make_room(total)
+        for size in _chunk_sizes(total, self._step):
+            chunk = token_ids[done : done + size]
+            logits = self._run(mx.array(chunk))[-1]
+            done += size
+            if done == total:
+                mx.eval(logits, [cache.state for cache in self._caches])
+                self._require_finite(logits)
+                self._logits = logits
+            else:
+                mx.eval([cache.state for cache in self._caches])
+            self._tail_ids.extend(chunk)
+            mx.clear_cache()
+            if progress:
+                progress(done, total)
+
+    def _check_room(self, needed: int) -> None:
+        if needed > self.max_context_tokens:
+            raise ContextLimitError(
+                f"[AgentSession {self.name}] needed {needed} positions, available {self.max_context_tokens}"
+            )
+
+    def _make_room(self, num_tokens: int) -> None:
+        """Grow every layer's tail for `num_tokens` more, or raise `BudgetExceededError` and grow none."""
+        stop = len(self._tail_ids) + num_tokens
+        if all(cache.capacity >= stop for cache in self._caches):
+            return
+        self._prefix.reserve_tail(tail_capacity(stop))
+        # MLX hands out cached buffers up to two pages too large, which on a short tail is a third: start clean.
+        mx.clear_cache()
+        for cache in self._caches:
+            cache.grow(tail_capacity(stop))
+        mx.eval([cache.state for cache in self._caches])
+
+    def _run(self, token_ids: mx.array, caches: list[LayerCache] | None = None) -> mx.array:
+        """Logits [L, V], lazy, of `token_ids` [L] behind all that is cached."""
+        if self._is_closed:  # between two steps of a stream
+            raise SessionClosedError(f"[AgentSession {self.name}] expected an open session, got a closed one")
+        self._logits = None
+        with quantized_attention(self._attention):
+            return self._model.model(token_ids[None], cache=caches or self._caches)[0]
+
+    def _require_finite(self, logits: mx.array) -> None:
+        require_finite(logits, self._model.spec.fingerprint.architecture)
+
+    # --- decode ------------------------------------------------------------------------------------
+
+    def _tokens(self) -> Iterator[int]:
+        """Token after token, each appended when it is yielded; the step behind it is queued already."""
+        token = self._pick(self._next_logits(), 0)
+        while True:
+            self._make_room(1)
+            logits = self._run(token.reshape(1))[-1]
+            following = self._pick(logits, 1)
+            mx.async_eval(following, logits)
+            value = int(token.item())  # type: ignore[arg-type]
+            self._tail_ids.append(value)
+            self._logits = logits
+            self._num_drawn += 1
+            yield value
+            try:
+                self._require_finite(logits)
+            except UnsupportedModelError:
+                self._rewind(1)  # the keys and values of that token are not finite either
+                raise
+            token = following
+
+    def _pick(self, logits: mx.array, ahead: int) -> mx.array:
+        if self._sampler is not None:
+            return self._sampler(logits)
+        return self.sampling.pick(logits, self._seed, self._num_drawn + ahead)
+
+    def _next_logits(self) -> mx.array:
+        """The logits behind the last token; where its K/V came ready-made (a handoff, an exact hit), it runs again."""
+        if self._logits is not None:
+            return self._logits
+        if self.num_tokens == 0:
+            raise InvalidValueError(f"[AgentSession {self.name}] expected tokens to go on from, got an empty session")
+        if not self._tail_ids:
+            return self._logits_behind_prefix()
+        tail = list(self._tail_ids)
+        try:
+            self._rewind(1)
+            self._compute(tail[-1:])
+        except BaseException:
+            self._tail_ids = tail  # its row is still there
+            raise
+        assert self._logits is not None
+        return self._logits
+
+    def _logits_behind_prefix(self) -> mx.array:
+        """On a fork that is dropped, so that the sealed last token stays the one that everyone reads."""
+        with contextlib.closing(_Spare(self.manager, self._prefix)) as spare:
+            logits = self._run(mx.array(spare.last_token), spare.caches)[-1]
+            mx.eval(logits)
+        self._require_finite(logits)
+        return logits
+
+    # --- seal and rewind ---------------------------------------------------------------------------
+
+    def _seal(self) -> int:
+        count = len(self._tail_ids)
+        if count and not self.manager.extend_if_sealed(self._prefix, self._tail_ids):
+            slot = self.manager.allocate_shared_slot(count, replacing=self._prefix)
+            layers = [cache.take_tail() for cache in self._caches]
+            try:
+                self.manager.quantize_and_store(slot, self._tail_ids, layers, prefix=self._prefix, consume=True)
+            except BaseException:
+                if all(layer is not None for layer in layers):  # nothing was consumed yet
+                    for cache, (keys, values) in zip(self._caches, layers, strict=True):
+                        cache.keys, cache.values = keys, values
+                raise
+        self._tail_ids, self._logits = [], None
+        if count:
+            self.manager.compact(self._prefix)
+        for cache in self._caches:
+            cache.reset_tail()
+        self._prefix.release_tail()
+        return count
+
+    def _rewind(self, num_tokens: int) -> None:
+        if num_tokens == 0:
+            return
+        before = [(cache.shared_tokens, cache.tail_tokens) for cache in self._caches]
+        trimmed = [cache.trim(num_tokens) for cache in self._caches]
+        wrong = next((i for i, count in enumerate(trimmed) if count != num_tokens), None)
+        if wrong is not None:
+            for cache, (shared, tail) in zip(self._caches, before, strict=True):
+                cache.shared_tokens, cache.tail_tokens = shared, tail
+            raise IntegrityError(f"[rewind] layer {wrong}: expected to trim {num_tokens}, got {trimmed[wrong]}")
+        self._logits = None
+        if num_tokens <= len(self._tail_ids):
+            del self._tail_ids[len(self._tail_ids) - num_tokens :]
+        else:
+            self._prefix.truncate(self.num_tokens - num_tokens)
+            self._tail_ids.clear()
+
+    # --- one call at a time, all or nothing --------------------------------------------------------
+
+    def close(self) -> None:
+        """Release everything. Twice is harmless. Also on leaving a `with` block and when garbage collected."""
+        self._is_closed = True
+        self._prefix.release()
+        self._tail_ids, self._logits, self._caches = [], None, []
+
+    def _adopt(self, prefix: SharedPrefix) -> None:
+        """Stand on `prefix` with an empty tail; what was held before is released after."""
+        before, prefix.is_busy = self._prefix, self._lock.locked()
+        self._prefix, self._caches = prefix, self.manager.make_caches(prefix)
+        self._tail_ids, self._logits = [], None
+        before.release()
+
+    @contextlib.contextmanager
+    def _working(self) -> Iterator[None]:
+        if not self._lock.acquire(blocking=False):
+            raise SessionBusyError(f"[AgentSession {self.name}] another call on this session is still running")
+        try:
+            if self._is_closed:
+                raise SessionClosedError(f"[AgentSession {self.name}] expected an open session, got a closed one")
+            self._prefix.is_busy = True
+            yield
+        except BaseException:
+            self._roll_back()
+            raise
+        finally:
+            self._prefix.is_busy = False
+            self._lock.release()
+
+    def _roll_back(self) -> None:
+        """Bring every layer to the length of `token_ids`; if the tail cannot be evaluated, to the sealed length."""
+        for cache in self._caches:
+            cache.shared_tokens, cache.tail_tokens = self._prefix.num_tokens, len(self._tail_ids)
+        try:
+            mx.eval([cache.state for cache in self._caches])
+            is_whole = all(cache.capacity >= len(self._tail_ids) for cache in self._caches)
+        except RuntimeError:
+            is_whole = False
+        if not is_whole:
+            self._tail_ids, self._logits = [], None
+            for cache in self._caches:
+                cache.reset_tail()
+
+
+class _Spare:
+    """Caches of a prefix less its last token, for one step that leaves no trace."""
+
+    def __init__(self, manager: SharedKVCacheManager, prefix: SharedPrefix):
+        last = prefix.views[-1]
+        self.last_token = [last.segment.token_ids[last.length - 1]]
+        self._prefix = prefix.fork()
+        self._prefix.truncate(prefix.num_tokens - 1)
+        self.caches: list[Any] = manager.make_caches(self._prefix)
+
+    def close(self) -> None:
+        self._prefix.release()
+
+
+def _chunk_sizes(total: int, step: int) -> list[int]:
+    if total <= min(step, 2 * _LAST_CHUNK_TOKENS):
+        return [total] if total else []
+    last = min(step, _LAST_CHUNK_TOKENS)
+    body = total - last
+    return [min(step, body - done) for done in range(0, body, step)] + [last]

@@ -1,0 +1,102 @@
+"""`SharedPrefix`: what one holder retains of the shared context, and the budgeted rows of its private tail."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import weakref
+from dataclasses import dataclass
+from typing import Protocol
+
+from .segment import SegmentView
+
+
+@dataclass(eq=False)
+class Holding:
+    """The manager's side of a `SharedPrefix`, so that it survives whatever order garbage is collected in."""
+
+    holder: int
+    views: tuple[SegmentView, ...] = ()
+    private_rows: int = 0
+    is_busy: bool = False
+    is_released: bool = False
+
+
+class PrefixOwner(Protocol):
+    """What a prefix asks of its manager."""
+
+    dropped: collections.deque[int]
+
+    def private_row_bytes(self) -> int: ...
+    def charge_private(self, holding: Holding, num_rows: int) -> None: ...
+    def fork_prefix(self, holding: Holding) -> SharedPrefix: ...
+    def truncate_prefix(self, holding: Holding, num_tokens: int) -> None: ...
+    def release_prefix(self, holder: int) -> None: ...
+
+
+class SharedPrefix:
+    """One holder's retained views, contiguous from token 0, and the budgeted rows of its private tail.
+
+    Made by the manager (`match_prefix`, `get_shared_kv_cache`) or by `fork`; released by `release` or
+    when it is garbage collected. Holding one adds no KV bytes.
+    """
+
+    def __init__(self, owner: PrefixOwner, holding: Holding):
+        self._owner, self.holding = owner, holding
+        # The collector may run while this thread holds the manager's lock, so it only leaves a note.
+        weakref.finalize(self, owner.dropped.append, holding.holder)
+
+    def __repr__(self) -> str:
+        return f"SharedPrefix({self.num_tokens} tokens in {len(self.views)} segments)"
+
+    @property
+    def views(self) -> tuple[SegmentView, ...]:
+        return self.holding.views
+
+    @property
+    def num_tokens(self) -> int:
+        views = self.holding.views
+        return views[-1].stop if views else 0
+
+    @property
+    def token_ids(self) -> list[int]:
+        return list(itertools.chain.from_iterable(view.token_ids for view in self.views))
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of the segments that are read; they exist once however many prefixes read them."""
+        return sum(view.segment.nbytes for view in self.views)
+
+    @property
+    def private_bytes(self) -> int:
+        """Bytes budgeted for the private tail."""
+        return self.holding.private_rows * self._owner.private_row_bytes()
+
+    @property
+    def is_busy(self) -> bool:
+        """Is the holder in the middle of a call? Compaction by others then leaves its views alone."""
+        return self.holding.is_busy
+
+    @is_busy.setter
+    def is_busy(self, value: bool) -> None:
+        self.holding.is_busy = value
+
+    def reserve_tail(self, num_rows: int) -> None:
+        """Budget a private tail of `num_rows` rows. Raises `BudgetExceededError` before anything grows."""
+        if num_rows > self.holding.private_rows:
+            self._owner.charge_private(self.holding, num_rows)
+
+    def release_tail(self) -> None:
+        self._owner.charge_private(self.holding, 0)
+
+    def fork(self) -> SharedPrefix:
+        """Another holder of the same views."""
+        return self._owner.fork_prefix(self.holding)
+
+    def truncate(self, num_tokens: int) -> None:
+        """Hold the first `num_tokens` tokens only."""
+        self._owner.truncate_prefix(self.holding, num_tokens)
+
+    def release(self) -> None:
+        """Give everything back. Twice is harmless."""
+        self._owner.release_prefix(self.holding.holder)
