@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Annotated
 
+import mlx.core as mx
 import typer
 
 from .. import LoadedModel, QuantSpec, load
@@ -53,4 +54,7 @@ def parse_bytes(text: str) -> int:
 def load_model(source: str | None, cache_dir: Path | None, terminal: Terminal) -> LoadedModel:
     """`load` with its progress on stderr."""
     with contextlib.closing(ProgressLine(terminal)) as progress:
-        return load(source, cache_dir=cache_dir, progress=progress)
+        model = load(source, cache_dir=cache_dir, progress=progress)
+    if mx.metal.is_available():  # keep large weights resident, as mlx-lm's own commands do
+        mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
+    return model

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from .attention import QuantizedAttention, quantized_attention
+from .attention import QuantizedAttention, Route, quantized_attention
 from .chat import Message
 from .errors import QKVShareError
 from .handoff import HandoffCoordinator, HandoffRecord
@@ -32,6 +32,7 @@ __all__ = [
     "QKVShareError",
     "QuantSpec",
     "QuantizedAttention",
+    "Route",
     "Sampling",
     "SegmentView",
     "SharedKVCacheManager",

@@ -18,7 +18,7 @@ import mlx.core as mx
 
 from .errors import UnsupportedModelError
 from .layer_cache import LayerCache, routing
-from .quantize import QuantizedTensor, pad_last
+from .quantize import QuantizedTensor, dequantize, pad_last
 
 
 class Route(enum.Enum):
@@ -27,7 +27,7 @@ class Route(enum.Enum):
     PACKED = "packed"
     """Scores and outputs by `quantized_matmul` on the packed bytes; nothing is unpacked."""
     DEQUANTIZE = "dequantize"
-    """This layer's prefix is unpacked once, transiently, for `mx.fast.scaled_dot_product_attention`."""
+    """This layer's parts are unpacked and joined, transiently, for `mx.fast.scaled_dot_product_attention`."""
 
 
 @dataclass(frozen=True)
@@ -46,15 +46,20 @@ class QuantizedAttention:
     """Attention for queries over (packed segments ++ full-precision tail), with a router between two paths.
 
     `packed_rows` is the largest number of query rows per KV head (R * L) that reads packed bytes
-    directly. More rows amortise one dequantization per layer, which fused attention then repays
-    (mlx-lm #1510, unsloth-zoo #1151); the default was measured with `qkvshare bench handoff`.
+    directly, as decoding always does; more rows amortise one dequantization per layer (mlx-lm #1510,
+    unsloth-zoo #1151). The default is the crossover measured on a CPU. `route` forces a route.
     """
 
-    packed_rows: int = 24
+    packed_rows: int = 12
+    route: Route | None = None
 
     def decide(self, num_queries: int, gqa_factor: int) -> Decision:
         """Choose the route for L = `num_queries` new tokens and R = `gqa_factor`."""
+        if self.route is not None:
+            return Decision(self.route, "as asked")
         rows = num_queries * gqa_factor
+        if num_queries == 1:
+            return Decision(Route.PACKED, f"{rows} rows per KV head, decoding")
         if rows <= self.packed_rows:
             return Decision(Route.PACKED, f"{rows} rows per KV head, at most {self.packed_rows}")
         return Decision(Route.DEQUANTIZE, f"{rows} rows per KV head, more than {self.packed_rows}")
@@ -77,8 +82,8 @@ class QuantizedAttention:
             returns: [1, H, L, Dv]
         """
         num_heads, num_queries = queries.shape[1:3]
-        decision = self.decide(num_queries, num_heads // cache.spec.n_kv_heads)
-        if cache.shared_tokens == 0 or decision.route is Route.DEQUANTIZE:
+        route = self.decide(num_queries, num_heads // cache.spec.n_kv_heads).route
+        if cache.shared_tokens == 0 or route is Route.DEQUANTIZE:
             keys, values = cache.keys_and_values()
             return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
         return _attend_packed(queries, cache, scale=scale, mask=mask, sinks=sinks)
@@ -121,37 +126,33 @@ def _compute_dtype(dtype: mx.Dtype) -> mx.Dtype:
 def _operands(tensor: QuantizedTensor, num_tokens: int, compute: mx.Dtype) -> tuple[mx.array, Any, Any]:
     """Packed words, scales and biases to compute on, for at least `num_tokens` rows.
 
-    The whole buffer is read and the surplus dropped from the result, since the CPU copies a slice of packed
-    words; only a view of less than half a segment is cheaper to slice.
+    Slicing is free on a GPU. The CPU copies a slice of packed words, so there the whole buffer is read and the
+    surplus dropped from the result, unless more than half of it would be surplus.
     """
-    is_short = num_tokens * 2 < tensor.num_tokens
-    packed, scales, biases = tensor.first(num_tokens if is_short else tensor.num_tokens)
-    if not tensor.plan.is_quantized:
-        return packed.astype(compute), None, None
+    is_sliced = mx.default_device().type == mx.gpu or num_tokens * 2 < tensor.num_tokens
+    packed, scales, biases = tensor.first(num_tokens if is_sliced else tensor.num_tokens)
     return packed, scales.astype(compute), biases.astype(compute)
 
 
 def _part_scores(rows: mx.array, keys: QuantizedTensor, num_tokens: int) -> mx.array:
     """`rows` [1, Hk, R * L, D] against one part's keys: [1, Hk, R * L, num_tokens]."""
-    plan, (packed, scales, biases) = keys.plan, _operands(keys, num_tokens, rows.dtype)
+    plan = keys.plan
     if not plan.is_quantized:
-        return rows @ packed[:, :, :num_tokens].swapaxes(-1, -2)
+        return rows @ dequantize(keys, num_tokens).astype(rows.dtype).swapaxes(-1, -2)
     rows = pad_last(rows, plan.padded_dim, mode="constant")
-    scores = mx.quantized_matmul(
-        rows, packed, scales, biases, transpose=True, group_size=plan.group_size, bits=plan.bits
-    )
+    operands = _operands(keys, num_tokens, rows.dtype)
+    scores = mx.quantized_matmul(rows, *operands, True, plan.group_size, plan.bits)
     return scores[..., :num_tokens]
 
 
 def _part_output(weights: mx.array, values: QuantizedTensor, num_tokens: int) -> mx.array:
     """`weights` [1, Hk, R * L, num_tokens] times one part's values: [1, Hk, R * L, Dv]."""
-    plan, (packed, scales, biases) = values.plan, _operands(values, num_tokens, weights.dtype)
+    plan = values.plan
     if not plan.is_quantized:
-        return weights @ packed[:, :, :num_tokens]
-    weights = pad_last(weights, packed.shape[2], mode="constant")
-    output = mx.quantized_matmul(
-        weights, packed, scales, biases, transpose=False, group_size=plan.group_size, bits=plan.bits
-    )
+        return weights @ dequantize(values, num_tokens).astype(weights.dtype)
+    operands = _operands(values, num_tokens, weights.dtype)
+    weights = pad_last(weights, operands[0].shape[2], mode="constant")
+    output = mx.quantized_matmul(weights, *operands, False, plan.group_size, plan.bits)
     return output[..., : plan.head_dim]
 
 
@@ -188,36 +189,39 @@ def _unfold_heads(mask: mx.array, num_kv_heads: int, gqa_factor: int) -> mx.arra
 # --- the seam -------------------------------------------------------------------------------------
 
 
-class _Active(threading.local):
-    attention: QuantizedAttention | None = None
-
-
-_active = _Active()
 _patch_lock = threading.Lock()
-_original: Any = None  # mlx-lm's own function while at least one block is open
+_patch: tuple[Any, Any] | None = None  # (mlx-lm's own function, ours) while at least one block is open
 _num_inside = 0
 
 
-def _routed(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    cache: Any = None,
-    scale: float = 1.0,
-    mask: Any = None,
-    sinks: Any = None,
-) -> mx.array:
-    """Stands in for `mlx_lm.models.base.scaled_dot_product_attention`; attends tagged arrays, passes on all others."""
-    layer_cache = getattr(keys, "layer_cache", None)
-    attention = _active.attention
-    # The role check keeps out models that hand one latent in as both K and V (MLA).
-    roles = (getattr(keys, "role", None), getattr(values, "role", None))
-    is_ours = layer_cache is not None and getattr(values, "layer_cache", None) is layer_cache and roles == ("k", "v")
-    if attention is not None and layer_cache is not None and is_ours:
+def _routed_over(original: Any) -> Any:
+    """A stand-in for `original`, `mlx_lm.models.base.scaled_dot_product_attention`, that attends tagged arrays.
+
+    It keeps its original, so that somebody who wrapped it inside a block may call it ever after.
+    """
+
+    def scaled_dot_product_attention(
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        cache: Any = None,
+        scale: float = 1.0,
+        mask: Any = None,
+        sinks: Any = None,
+    ) -> mx.array:
+        layer_cache, attention = getattr(keys, "layer_cache", None), routing.attention
+        if layer_cache is None or attention is None or not _is_pair(keys, values):
+            return original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
         layer_cache.mark_routed(queries.shape[2])
         return attention.attend(queries, layer_cache, scale=scale, mask=mask, sinks=sinks)
-    original = _original or _base().scaled_dot_product_attention
-    return original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+
+    return scaled_dot_product_attention
+
+
+def _is_pair(keys: Any, values: Any) -> bool:
+    """Keys and values of one cache, each in its role: models with latents hand one array in as both (MLA)."""
+    is_same = getattr(values, "layer_cache", None) is keys.layer_cache
+    return is_same and (keys.role, values.role) == ("k", "v")
 
 
 def _base() -> Any:
@@ -235,7 +239,7 @@ def _model_modules(num_loaded: int, last_loaded: int) -> list[Any]:
 
 def _swap(old: Any, new: Any) -> None:
     """Rebind the function in every module in which it still is `old`: another package's patch stays."""
-    for module in _model_modules(len(sys.modules), id(next(reversed(sys.modules.values())))):
+    for module in _model_modules(len(sys.modules), id(list(sys.modules.values())[-1])):
         if module.scaled_dot_product_attention is old:
             module.scaled_dot_product_attention = new
 
@@ -247,31 +251,35 @@ def quantized_attention(attention: QuantizedAttention | None = None) -> Iterator
     Only arrays that a `LayerCache` tagged are treated, on threads that are inside a block; everything
     else in the process runs mlx-lm's own function. Blocks nest.
     """
-    global _num_inside, _original
+    global _num_inside, _patch
     chosen = attention or QuantizedAttention()
     with _patch_lock:
-        if _num_inside == 0:
-            _original = _base().scaled_dot_product_attention
-            _swap(_original, _routed)
+        if _patch is None:
+            original = _base().scaled_dot_product_attention
+            _patch = (original, _routed_over(original))
+            _swap(*_patch)
         _num_inside += 1
-    before = (_active.attention, routing.is_active)
-    _active.attention, routing.is_active = chosen, True
+    before, routing.attention = routing.attention, chosen
     try:
         yield chosen
     finally:
-        _active.attention, routing.is_active = before
+        routing.attention = before
         with _patch_lock:
             _num_inside -= 1
             if _num_inside == 0:
-                # A module imported meanwhile copied `_routed` out of base: it gets the original, too.
-                _swap(_routed, _original)
-                _original = None
+                # A module imported meanwhile copied ours out of base: it gets the original, too.
+                _swap(_patch[1], _patch[0])
+                _patch = None
 
 
 def require_finite(logits: mx.array, model_name: str) -> None:
     """Raise `UnsupportedModelError` if `logits` hold NaN: the model reads K or V beside its attention call."""
     if mx.any(mx.isnan(logits)).item():
-        raise UnsupportedModelError(
-            f"[attention] {model_name}: logits are NaN; either the weights are not finite, or the model reads "
-            "keys or values beside attention in a way that sharing does not cover"
-        )
+        raise nan_error(model_name)
+
+
+def nan_error(model_name: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"[attention] {model_name}: logits are NaN; either the weights are not finite, or the model reads "
+        "keys or values beside attention in a way that sharing does not cover"
+    )

@@ -247,26 +247,35 @@ class _Ring:
         self.holder.rewind(self.holder.num_tokens - len(self.shared))
 
     def bytes_copied(self) -> int:
-        """Growth of live memory through a handoff and the receiver's first token, less the receiver's own tail.
+        """Growth of live memory through a handoff and the receiver's first token, above that of the same
+        turn without a handoff.
 
         The segments' buffers must also stay where they were: a copy that replaced them would not grow memory.
         """
-        self._agents[1].prefill(self.turn)  # what the model itself allocates once must not count
-        self._agents[1].reset()
-        tensors = [t for segment in self.manager.segments() for kv in segment.layers for t in (kv.keys, kv.values)]
-        addresses, before = [buffer_address(t.packed) for t in tensors], live_bytes()
-        self.hand_on()
+        self._turn_growth()  # what the model itself allocates once must not count
+        plain = self._turn_growth()
+        arrays = [array for segment in self.manager.segments() for array in segment.arrays()]
+        addresses = [buffer_address(array) for array in arrays]
+        grown = self._turn_growth(self.hand_on)
+        if [buffer_address(array) for array in arrays] != addresses:
+            raise IntegrityError("[bench_handoff] expected the packed bytes to stay in place, got other addresses")
+        return max(0, grown - plain)
+
+    def _turn_growth(self, before_turn: Callable[[], Any] = lambda: None) -> int:
+        before = live_bytes()
+        before_turn()
         for _ in self.holder.stream(self.turn, max_tokens=1):
             pass
-        grown = live_bytes() - before - self.holder.private_bytes
-        if [buffer_address(t.packed) for t in tensors] != addresses:
-            raise IntegrityError("[bench_handoff] expected the packed bytes to stay in place, got other addresses")
+        grown = live_bytes() - before
         self.rewind()
-        return max(0, grown)
+        self.holder.seal()  # nothing to seal, but the tail's buffers go
+        return grown
 
     def first_token(self) -> float:
         """Seconds to the first token of the role turn, on the agent that holds the context."""
-        took = seconds(lambda: next(self.holder.stream(self.turn)))
+        steps = self.holder.stream(self.turn)
+        took = seconds(lambda: next(steps))
+        steps.close()
         self.rewind()
         return took
 

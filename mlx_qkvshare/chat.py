@@ -46,11 +46,16 @@ class ChatFormat:
         self._special_ids = frozenset(tokenizer.all_special_ids)
         self._bos = tokenizer.bos_token_id
         self._adds_bos = self._bos is not None and tokenizer.encode("")[:1] == [self._bos]
-        self._encode_pieces = functools.lru_cache(maxsize=256)(self._encode)
+        self._encode_piece = functools.lru_cache(maxsize=256)(self._encode)
+        # SentencePiece puts a space before every text that it gets; behind an anchor it does not.
+        self._anchor_ids: tuple[int, ...] = ()
+        anchor_ids, plain, anchored = (self._encode(text, False) for text in ("\n", "a", "\na"))
+        if anchored[: len(anchor_ids)] == anchor_ids and anchored[len(anchor_ids) :] != plain:
+            self._anchor_ids = anchor_ids
 
     def encode_text(self, text: str) -> list[int]:
         """Token ids of plain text: control tokens spelled out in it become ordinary tokens, no BOS is added."""
-        return [i for piece in self._defused(text) for i in self._encode_pieces(piece)]
+        return self._encode_parts(self._defused(text))
 
     def render(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True, is_start: bool = True
@@ -76,7 +81,7 @@ class ChatFormat:
     def _splice(self, messages: list[Message], add_generation_prompt: bool) -> list[int]:
         left, right = _unused_marks(messages)
         marked = [replace(m, content=f"{left}{i}{right}", token_ids=None) for i, m in enumerate(messages)]
-        spliced: dict[str, list[int]] = {}
+        spliced: dict[str, list[str] | Sequence[int]] = {}
         shown = list(marked)
         for i in self._transformed(messages, marked, add_generation_prompt):
             # The template edits this content (strips a think block, trims): it must see the text itself,
@@ -86,14 +91,19 @@ class ChatFormat:
             spliced |= hidden
         for i, message in enumerate(messages):
             if shown[i] is marked[i]:
-                ids: Sequence[int] | None = message.token_ids
+                ids = message.token_ids
                 # A control token that the model itself sampled must not pass for the template's own.
-                if ids is None or not self._special_ids.isdisjoint(ids):
-                    ids = self.encode_text(message.content)
-                spliced[marked[i].content] = list(ids)
+                is_plain = ids is not None and self._special_ids.isdisjoint(ids)
+                spliced[marked[i].content] = ids if is_plain and ids is not None else self._defused(message.content)
         text = self._template(shown, add_generation_prompt)
-        pieces = re.split(f"({left}\\d+{right})", text)
-        return [i for piece in pieces for i in (spliced[piece] if piece in spliced else self._encode_pieces(piece))]
+        parts: list[str | Sequence[int]] = []
+        for piece in re.split(f"({left}\\d+{right})", text):
+            known = spliced.get(piece, [piece])
+            if known and isinstance(known[0], int):
+                parts.append(known)  # type: ignore[arg-type]
+            else:
+                parts.extend(known)  # type: ignore[arg-type]
+        return self._encode_parts(parts)
 
     def _transformed(self, messages: list[Message], marked: list[Message], prompt: bool) -> list[int]:
         """Indices of the messages whose content the template does not copy verbatim."""
@@ -109,12 +119,14 @@ class ChatFormat:
         everything = range(len(messages))
         return [] if is_verbatim(everything) else [i for i in everything if not is_verbatim([i])]
 
-    def _hide_control(self, content: str, left: str, right: str, first: int) -> tuple[str, dict[str, list[int]]]:
-        hidden: dict[str, list[int]] = {}
+    def _hide_control(
+        self, content: str, left: str, right: str, first: int
+    ) -> tuple[str, dict[str, list[str] | Sequence[int]]]:
+        hidden: dict[str, list[str] | Sequence[int]] = {}
 
         def hide(match: re.Match[str]) -> str:
             mark = f"{left}{first + len(hidden)}{right}"
-            hidden[mark] = self.encode_text(match[0])
+            hidden[mark] = self._defused(match[0])
             return mark
 
         return (self._control.sub(hide, content) if self._control else content), hidden
@@ -141,8 +153,25 @@ class ChatFormat:
             text, start = text[cut:], 0
         return [*pieces, text]
 
-    def _encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False)) if text else ()
+    def _encode_parts(self, parts: Sequence[str | Sequence[int]]) -> list[int]:
+        """Texts and ready ids, one after another, as one text would be tokenized between its control tokens."""
+        ids: list[int] = []
+        for part in parts:
+            if isinstance(part, str):
+                follows_text = bool(ids) and ids[-1] not in self._special_ids
+                ids.extend(self._encode_piece(part, follows_text))
+            else:
+                ids.extend(part)
+        return ids
+
+    def _encode(self, text: str, follows_text: bool) -> tuple[int, ...]:
+        if not text:
+            return ()
+        if follows_text and self._anchor_ids:
+            ids = self._tokenizer.encode("\n" + text, add_special_tokens=False)
+            if tuple(ids[: len(self._anchor_ids)]) == self._anchor_ids:
+                return tuple(ids[len(self._anchor_ids) :])
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
 
 class _Refused(Exception):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from .attention import QuantizedAttention, quantized_attention, require_finite
+from .attention import QuantizedAttention, nan_error, quantized_attention, require_finite
 from .errors import (
     ContextLimitError,
     FingerprintMismatchError,
@@ -185,25 +185,26 @@ class TokenContext:
 
     # --- decode ------------------------------------------------------------------------------------
 
-    def _tokens(self) -> Iterator[int]:
-        """Token after token, each appended when it is yielded; the step behind it is queued already."""
-        token = self._pick(self._next_logits(), 0)
-        while True:
+    def _tokens(self, limit: int) -> Iterator[int]:
+        """At most `limit` tokens, each appended when it is yielded; the step behind it is queued already."""
+        token, is_nan = self._pick(self._next_logits(), 0), mx.array(False)
+        mx.eval(token)  # its logits are there: the first token need not wait for the step that is queued next
+        for left in reversed(range(limit)):
             self._make_room(1)
             logits = self._run(token.reshape(1))[-1]
-            following = self._pick(logits, 1)
-            mx.async_eval(following, logits)
-            value = int(token.item())  # type: ignore[arg-type]
-            self._tail_ids.append(value)
+            # Flags ride along and are read a step later, so that the queue never runs dry.
+            queued, next_is_nan = [logits], mx.any(mx.isnan(logits))
+            if left:
+                queued.append(self._pick(logits, 1))
+            mx.async_eval(next_is_nan, *queued)
+            if is_nan.item():
+                self._rewind(1)  # the keys and values of the token before are not finite either
+                raise nan_error(self._model.spec.fingerprint.architecture)
+            self._tail_ids.append(int(token.item()))  # type: ignore[arg-type]
             self._logits = logits
             self._num_drawn += 1
-            yield value
-            try:
-                self._require_finite(logits)
-            except UnsupportedModelError:
-                self._rewind(1)  # the keys and values of that token are not finite either
-                raise
-            token = following
+            yield self._tail_ids[-1]
+            token, is_nan = queued[-1], next_is_nan
 
     def _pick(self, logits: mx.array, ahead: int) -> mx.array:
         if self._sampler is not None:
@@ -212,8 +213,13 @@ class TokenContext:
 
     def _next_logits(self) -> mx.array:
         """The logits behind the last token; where its K/V came ready-made (a handoff, an exact hit), it runs again."""
-        if self._logits is not None:
-            return self._logits
+        if (ready := self._logits) is not None:
+            try:
+                self._require_finite(ready)
+            except UnsupportedModelError:
+                self._rewind(1)
+                raise
+            return ready
         if self.num_tokens == 0:
             raise InvalidValueError(f"[AgentSession {self.name}] expected tokens to go on from, got an empty session")
         if not self._tail_ids:
@@ -251,11 +257,11 @@ class TokenContext:
                         cache.keys, cache.values = keys, values
                 raise
         self._tail_ids, self._logits = [], None
-        if count:
-            self.manager.compact(self._prefix)
         for cache in self._caches:
             cache.reset_tail()
         self._prefix.release_tail()
+        if count:
+            self.manager.compact(self._prefix)
         return count
 
     def _rewind(self, num_tokens: int) -> None:
@@ -272,14 +278,25 @@ class TokenContext:
         if num_tokens <= len(self._tail_ids):
             del self._tail_ids[len(self._tail_ids) - num_tokens :]
         else:
-            self._prefix.truncate(self.num_tokens - num_tokens)
-            self._tail_ids.clear()
+            target = self.num_tokens - num_tokens
+            self._tail_ids.clear()  # first: an interrupt in between must not leave a tail behind a shorter prefix
+            self._prefix.truncate(target)
 
     # --- one call at a time, all or nothing --------------------------------------------------------
 
     def close(self) -> None:
-        """Release everything. Twice is harmless. Also on leaving a `with` block and when garbage collected."""
+        """Release everything, a call that is still running on another thread ends with `SessionClosedError` first.
+
+        Twice is harmless. Also on leaving a `with` block and when garbage collected.
+        """
         self._is_closed = True
+        if self._lock.acquire(blocking=False):
+            try:
+                self._let_go()
+            finally:
+                self._lock.release()
+
+    def _let_go(self) -> None:
         self._prefix.release()
         self._tail_ids, self._logits, self._caches = [], None, []
 
@@ -304,6 +321,8 @@ class TokenContext:
             raise
         finally:
             self._prefix.is_busy = False
+            if self._is_closed:
+                self._let_go()
             self._lock.release()
 
     def _roll_back(self) -> None:
@@ -313,7 +332,7 @@ class TokenContext:
         try:
             mx.eval([cache.state for cache in self._caches])
             is_whole = all(cache.capacity >= len(self._tail_ids) for cache in self._caches)
-        except RuntimeError:
+        except (RuntimeError, MemoryError):
             is_whole = False
         if not is_whole:
             self._tail_ids, self._logits = [], None

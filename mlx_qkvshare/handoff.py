@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from dataclasses import dataclass
 
@@ -37,50 +36,57 @@ class HandoffCoordinator:
     def __init__(self, manager: SharedKVCacheManager):
         self.manager = manager
         self.records: list[HandoffRecord] = []
-        self._lock = threading.Lock()
-        self._last_sequence: dict[str, int] = {}
 
     def request_handoff(
         self, sender: AgentSession, receiver: AgentSession, *, keep_sender: bool = False, verify: bool = False
     ) -> HandoffRecord:
         """Give `receiver` the whole context of `sender`, in place of its own.
 
-        The receiver retains every segment before the sender releases any. With `keep_sender` the sender
-        goes on with the context as well; `verify` recomputes the checksum of every packed byte first.
+        The receiver retains every segment before the sender releases any, and no other call runs on the
+        sender meanwhile. With `keep_sender` it goes on with the context as well; `verify` recomputes the
+        checksum of every packed byte first.
 
-        Raises `HandoffError` (or a subclass), or `IntegrityError` when `verify` finds changed bytes: sender
-        and receiver are as they were.
+        Raises `HandoffError` (or a subclass), `IntegrityError` when `verify` finds changed bytes, or
+        `SessionBusyError`: sender and receiver are as they were.
         """
         if sender is receiver:
             raise HandoffError(f"[request_handoff] expected two sessions, got {sender.name!r} twice")
         started = time.perf_counter()
-        package = sender.package_state()
-        sealed = time.perf_counter()
-        record = self.deliver(package, receiver, verify=verify, seal_seconds=sealed - started)
-        if not keep_sender:
-            sender.reset()
-        return record
+        with sender.handing_over(keep=keep_sender) as package:
+            sealed = time.perf_counter()
+            copied = self._receive(package, receiver, verify)
+        return self._record(package, receiver, copied, sealed - started, time.perf_counter() - sealed)
 
-    def deliver(
-        self, package: HandoffPackage, receiver: AgentSession, *, verify: bool = False, seal_seconds: float = 0.0
-    ) -> HandoffRecord:
+    def deliver(self, package: HandoffPackage, receiver: AgentSession, *, verify: bool = False) -> HandoffRecord:
         """Validate `package` and let `receiver` take it. A package is delivered once."""
         started = time.perf_counter()
-        with self._lock:
+        copied = self._receive(package, receiver, verify)
+        return self._record(package, receiver, copied, 0.0, time.perf_counter() - started)
+
+    def _receive(self, package: HandoffPackage, receiver: AgentSession, verify: bool) -> int:
+        """Bytes of the arrays that the receiver reads and that the manager did not hold before."""
+        with self.manager.handoff_lock:
             self.validate(package, verify=verify)
+            before = {id(array) for segment in self.manager.segments() for array in segment.arrays()}
             receiver.receive_state(package)
-            self._last_sequence[package.sender_id] = package.sequence
-            record = HandoffRecord(
-                sender=package.sender,
-                receiver=receiver.name,
-                sequence=package.sequence,
-                reused_tokens=receiver.num_tokens,
-                bytes_referenced=receiver.prefix.shared_bytes,
-                bytes_copied=receiver.private_bytes,  # buffers that are the receiver's own: all else is the segments'
-                seal_seconds=seal_seconds,
-                handoff_seconds=time.perf_counter() - started,
-            )
-            self.records.append(record)
+            self.manager.last_sequence[package.sender_id] = package.sequence
+            read = [array for view in receiver.prefix.views for array in view.segment.arrays()]
+            return receiver.private_bytes + sum(array.nbytes for array in read if id(array) not in before)
+
+    def _record(
+        self, package: HandoffPackage, receiver: AgentSession, copied: int, seal_seconds: float, seconds: float
+    ) -> HandoffRecord:
+        record = HandoffRecord(
+            sender=package.sender,
+            receiver=receiver.name,
+            sequence=package.sequence,
+            reused_tokens=package.num_tokens,
+            bytes_referenced=sum(span.nbytes for span in package.spans),
+            bytes_copied=copied,
+            seal_seconds=seal_seconds,
+            handoff_seconds=seconds,
+        )
+        self.records.append(record)
         return record
 
     def validate(self, package: HandoffPackage, *, verify: bool = False) -> None:
@@ -97,7 +103,7 @@ class HandoffCoordinator:
             raise FingerprintMismatchError(f"[validate] {field}: the package was made for another model")
         if package.quant != manager.quant:
             raise FingerprintMismatchError(f"[validate] quant: expected {manager.quant}, got {package.quant}")
-        last = self._last_sequence.get(package.sender_id, 0)
+        last = manager.last_sequence.get(package.sender_id, 0)
         if package.sequence <= last:
             raise HandoffError(f"[validate] sequence: expected more than {last}, got {package.sequence} (a replay)")
         stop = 0

@@ -40,9 +40,9 @@ class KVArray(mx.array):
 
 
 class _Routing(threading.local):
-    """Is attention routed to packed bytes on this thread right now? Set by `attention.quantized_attention`."""
+    """What attends tagged arrays on this thread right now; set by `attention.quantized_attention`."""
 
-    is_active = False
+    attention: Any = None
 
 
 routing = _Routing()
@@ -92,7 +92,7 @@ class LayerCache:
         self.keys[..., start:stop, :] = keys
         self.values[..., start:stop, :] = values
         self.tail_tokens = stop
-        if routing.is_active and (keys.shape[2] > 1) in self._routed_shapes:
+        if routing.attention is not None and (keys.shape[2] > 1) in self._routed_shapes:
             # Building the full-precision graph that nobody reads costs more than the attention call on small
             # models; NaN makes a read that `attend` did not see impossible to overlook.
             return _placeholder(self, keys, "k"), _placeholder(self, values, "v")

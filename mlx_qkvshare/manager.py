@@ -23,6 +23,7 @@ from .errors import (
     NonFiniteError,
     SessionClosedError,
 )
+from .integrity import check_table, require_equal
 from .layer_cache import LayerCache
 from .prefix import Holding, SharedPrefix
 from .quantize import quantize
@@ -78,6 +79,8 @@ class SharedKVCacheManager:
         self.dropped: collections.deque[int] = collections.deque()  # holders that were garbage collected
         self._ids, self._clock = itertools.count(1), itertools.count(1)
         self._counters: collections.Counter[str] = collections.Counter()
+        self.handoff_lock = threading.RLock()  # one handoff at a time, whatever coordinator carries it
+        self.last_sequence: dict[str, int] = {}  # of every sender, against replay
 
     # --- allocate, store, get ----------------------------------------------------------------------
 
@@ -110,6 +113,7 @@ class SharedKVCacheManager:
 
     def check_storable(self, token_ids: Sequence[int], layers: Sequence[tuple[mx.array, mx.array]]) -> None:
         """Raise unless `layers` [(keys [1, Hk, T, Dk], values [1, Hk, T, Dv]), …] fit the spec and are finite."""
+        dtype = getattr(mx, self.spec.dtype)
         if len(layers) != len(self.spec.layers):
             raise InvalidValueError(f"[quantize_and_store] layers: expected {len(self.spec.layers)}, got {len(layers)}")
         for index, (spec, (keys, values)) in enumerate(zip(self.spec.layers, layers, strict=True)):
@@ -118,6 +122,10 @@ class SharedKVCacheManager:
                 if tuple(x.shape) != expected:
                     raise InvalidValueError(
                         f"[quantize_and_store] layer {index} {name}: expected shape {expected}, got {tuple(x.shape)}"
+                    )
+                if x.dtype != dtype:
+                    raise InvalidValueError(
+                        f"[quantize_and_store] layer {index} {name}: expected {dtype}, got {x.dtype}"
                     )
                 # One by one: the temporaries of all layers together would outweigh the packed segment.
                 if not mx.all(mx.isfinite(x)).item():
@@ -290,11 +298,14 @@ class SharedKVCacheManager:
 
     def release_prefix(self, holder: int) -> None:
         with self._locked():
-            holding = self._holdings.pop(holder, None)
-            if holding is not None:
-                self._set_views(holding, ())
-                self.charge_private(holding, 0)
-                holding.is_released = True
+            self._forget(holder)
+
+    def _forget(self, holder: int) -> None:
+        holding = self._holdings.pop(holder, None)
+        if holding is not None:
+            self._set_views(holding, ())
+            self._free_bytes += holding.private_rows * self.spec.private_token_bytes
+            holding.private_rows, holding.is_released = 0, True
 
     # --- the budget ----------------------------------------------------------------------------------
 
@@ -302,7 +313,7 @@ class SharedKVCacheManager:
     def _locked(self) -> Iterator[None]:
         with self._lock:
             while self.dropped:
-                self.release_prefix(self.dropped.popleft())
+                self._forget(self.dropped.popleft())
             yield
 
     def _take(self, nbytes: int, what: str) -> None:
@@ -334,16 +345,21 @@ class SharedKVCacheManager:
     # --- compaction ----------------------------------------------------------------------------------
 
     def compact(self, prefix: SharedPrefix) -> int:
-        """Join small neighbours at the end of the chain that have the same, idle holders. Returns the joins.
+        """Join small neighbours of the chain that have the same, idle holders. Returns the number of joins.
 
         Words move, nothing is requantized. A neighbour is joined when it is at most twice as long as what
         follows it, so a conversation of n turns keeps O(log n) segments and moves O(n log n) words.
         """
         joins = 0
         with self._locked():
-            while len(prefix.views) >= 2 and self._can_join(*prefix.views[-2:], caller=prefix):
-                self._join(*(view.segment for view in prefix.views[-2:]))
-                joins += 1
+            index = len(prefix.views) - 2
+            while index >= 0:
+                if self._can_join(*prefix.views[index : index + 2], caller=prefix):
+                    self._join(*(view.segment for view in prefix.views[index : index + 2]))
+                    joins += 1
+                    index = min(index, len(prefix.views) - 2)  # the joined one may now join what follows it
+                else:
+                    index -= 1
             self._counters["compactions"] += joins
         return joins
 
@@ -354,6 +370,7 @@ class SharedKVCacheManager:
             and second.segment.start == first.segment.stop
             and left.holders == right.holders
             and left.children == {second.segment.slot}
+            and left.slot.nbytes + right.slot.nbytes <= self._free_bytes  # both exist while words move
             and not any(self._holdings[h].is_busy for h in left.holders if h != caller.holding.holder)
         )
 
@@ -400,33 +417,9 @@ class SharedKVCacheManager:
         """Raise `IntegrityError`, stating both sides, if an equation of the accounting does not hold."""
         with self._locked():
             stats = self.stats()
-            _equal("used", stats.used_bytes, "evictable + protected", stats.evictable_bytes + stats.protected_bytes)
+            require_equal(
+                "used", stats.used_bytes, "evictable + protected", stats.evictable_bytes + stats.protected_bytes
+            )
             if not 0 <= stats.free_bytes <= stats.budget_bytes:
                 raise IntegrityError(f"[check_integrity] free is {stats.free_bytes}, budget is {stats.budget_bytes}")
-            held: dict[int, set[int]] = {slot: set() for slot in self._table.records}
-            for holder, holding in self._holdings.items():
-                stop = 0
-                for view in holding.views:
-                    _equal(f"holder {holder}: view start", view.start, "end of the view before", stop)
-                    stop = view.stop
-                    held.setdefault(view.segment.slot, set()).add(holder)
-            _equal("slots that are held or stored", set(held), "slots in the table", set(self._table.records))
-            for slot, record in self._table.records.items():
-                _equal(f"slot {slot}: holders", record.holders, "live holders", held[slot])
-                if record.segment is not None:
-                    self._check_segment(record, record.segment, checksums)
-
-    def _check_segment(self, record: Record, segment: SharedSegment, checksums: bool) -> None:
-        slot = segment.slot
-        _equal(f"slot {slot}: listed by its parent", slot in self._table.siblings(record), "expected", True)
-        _equal(f"slot {slot}: segment bytes", segment.nbytes, "counted bytes", record.counted_bytes)
-        for index, kv in enumerate(segment.layers):
-            for tensor in (kv.keys, kv.values):
-                _equal(f"slot {slot} layer {index}: rows", tensor.num_tokens, "tokens", segment.num_tokens)
-        if checksums:
-            _equal(f"slot {slot}: checksum", segment.compute_checksum(), "checksum at seal", segment.checksum)
-
-
-def _equal(left_name: str, left: object, right_name: str, right: object) -> None:
-    if left != right:
-        raise IntegrityError(f"[check_integrity] {left_name} is {left}, {right_name} is {right}")
+            check_table(self._table, self._holdings.values(), checksums=checksums)

@@ -15,7 +15,7 @@ from .spec import Fingerprint, QuantSpec
 class Span:
     """`length` tokens of the segment in `slot`, at absolute positions from `start` on.
 
-    `token_ids` are the segment's own (all of them, by reference), `checksum` its packed bytes' at seal.
+    `token_ids` are the segment's own (all of them, by reference), `checksum` and `nbytes` its packed bytes'.
     """
 
     slot: int
@@ -23,11 +23,12 @@ class Span:
     length: int
     token_ids: tuple[int, ...]
     checksum: str
+    nbytes: int
 
     @classmethod
     def of(cls, view: SegmentView) -> Span:
         segment = view.segment
-        return cls(segment.slot, segment.start, view.length, segment.token_ids, segment.checksum)
+        return cls(segment.slot, segment.start, view.length, segment.token_ids, segment.checksum, segment.nbytes)
 
 
 @dataclass(frozen=True)

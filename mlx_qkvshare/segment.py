@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+import mlx.core as mx
 
 from .quantize import QuantizedTensor, checksum
 from .spec import QuantSpec
@@ -51,6 +54,12 @@ class SharedSegment:
     def nbytes(self) -> int:
         return sum(layer.nbytes for layer in self.layers)
 
+    def arrays(self) -> Iterator[mx.array]:
+        """Every packed array, scale and bias of it."""
+        for layer in self.layers:
+            yield from layer.keys.arrays
+            yield from layer.values.arrays
+
     def compute_checksum(self) -> str:
         """The digest of the bytes as they are now; equal to `checksum` as long as nothing wrote to them."""
         return layers_checksum(self.layers)
@@ -82,10 +91,6 @@ class SegmentView:
     def token_ids(self) -> tuple[int, ...]:
         ids = self.segment.token_ids
         return ids if self.length == len(ids) else ids[: self.length]
-
-    @property
-    def is_whole(self) -> bool:
-        return self.length == self.segment.num_tokens
 
 
 def truncate_views(views: tuple[SegmentView, ...], num_tokens: int) -> tuple[SegmentView, ...]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import secrets
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
@@ -11,7 +13,7 @@ import mlx.core as mx
 from .attention import QuantizedAttention
 from .chat import ChatFormat, Message
 from .context import PrefillReport, Progress, Sampler, TokenContext
-from .errors import InvalidValueError
+from .errors import HandoffError, InvalidValueError
 from .layer_cache import LayerCache
 from .manager import SharedKVCacheManager
 from .package import HandoffPackage, Span
@@ -73,7 +75,7 @@ class AgentSession(TokenContext):
         self.role_prompt = role_prompt
         self.messages: list[Message] = []
         self._format: ChatFormat | None = None
-        self._id, self._sequence = secrets.token_hex(8), 0
+        self._id, self._sequence, self._num_forks = secrets.token_hex(8), 0, 0
         self._role_is_due = True
         self._base_tokens = 0  # tokens in front of the conversation that came as ids, not as messages
         self._num_unanswered = 0  # messages that a failed turn takes back
@@ -126,7 +128,7 @@ class AgentSession(TokenContext):
         """Sample one token behind all that is held, append it, and return its id."""
         with self._working():
             self._check_room(self.num_tokens + 1)
-            token = next(self._tokens())
+            (token,) = self._tokens(1)
             self._start_conversation_here()
             return token
 
@@ -184,7 +186,7 @@ class AgentSession(TokenContext):
         ends = () if ignore_eos else self._model.tokenizer.eos_token_ids
         shown, kept, is_done = "", [], False
         try:
-            for count, token in enumerate(self._tokens(), start=1):
+            for count, token in enumerate(self._tokens(max_tokens), start=1):
                 reason = "stop" if token in ends else "length" if count == max_tokens else None
                 if reason != "stop":
                     detokenizer.add_token(token)
@@ -241,7 +243,10 @@ class AgentSession(TokenContext):
             return self._seal()
 
     def fork(self, name: str) -> AgentSession:
-        """A new session on the same context: seals first, then shares every byte."""
+        """A new session on the same context: seals first, then shares every byte.
+
+        With a seed, every fork draws a sequence of its own that follows from the seed and the fork's number.
+        """
         with self._working():
             self._seal()
             twin = AgentSession(
@@ -258,6 +263,9 @@ class AgentSession(TokenContext):
             twin._adopt(self._prefix.fork())
             twin.messages, twin._base_tokens = list(self.messages), self._base_tokens
             twin._role_is_due = self._role_is_due
+            if self.sampling.seed is not None:  # reproducible, but not its parent's draws once more
+                self._num_forks += 1
+                twin._seed = random.Random(f"{self._seed}/{self._num_forks}").getrandbits(32)
             return twin
 
     def rewind(self, num_tokens: int) -> None:
@@ -274,19 +282,30 @@ class AgentSession(TokenContext):
     def package_state(self) -> HandoffPackage:
         """Seal, and describe the whole context by reference. All of it is evaluated: any thread may receive it."""
         with self._working():
-            self._seal()
-            self._sequence += 1
-            return HandoffPackage(
-                manager=self.manager.id,
-                sender=self.name,
-                sender_id=self._id,
-                sequence=self._sequence,
-                fingerprint=self.manager.spec.fingerprint,
-                quant=self.manager.quant,
-                spans=tuple(Span.of(view) for view in self._prefix.views),
-                base_tokens=self._base_tokens,
-                messages=tuple(self.messages),
-            )
+            return self._package()
+
+    @contextlib.contextmanager
+    def handing_over(self, *, keep: bool = False) -> Iterator[HandoffPackage]:
+        """The package, while no other call may run on this session; unless `keep`, the context is let go of after."""
+        with self._working():
+            yield self._package()
+            if not keep:
+                self._reset()
+
+    def _package(self) -> HandoffPackage:
+        self._seal()
+        self._sequence += 1
+        return HandoffPackage(
+            manager=self.manager.id,
+            sender=self.name,
+            sender_id=self._id,
+            sequence=self._sequence,
+            fingerprint=self.manager.spec.fingerprint,
+            quant=self.manager.quant,
+            spans=tuple(Span.of(view) for view in self._prefix.views),
+            base_tokens=self._base_tokens,
+            messages=tuple(self.messages),
+        )
 
     def receive_state(self, package: HandoffPackage) -> None:
         """Take over the context of `package`, by reference, in place of the own one.
@@ -295,6 +314,8 @@ class AgentSession(TokenContext):
         checks the rest of a package.
         """
         with self._working():
+            if package.manager != self.manager.id:
+                raise HandoffError(f"[receive_state] manager: expected {self.manager.id}, got {package.manager}")
             prefix = self.manager.get_shared_kv_cache((span.slot, span.length) for span in package.spans)
             self._adopt(prefix)
             self.messages, self._base_tokens = list(package.messages), package.base_tokens
@@ -303,5 +324,8 @@ class AgentSession(TokenContext):
     def reset(self) -> None:
         """Let go of the whole context and conversation; the session may begin anew."""
         with self._working():
-            self._adopt(self.manager.get_shared_kv_cache(()))
-            self.messages, self._base_tokens, self._role_is_due = [], 0, True
+            self._reset()
+
+    def _reset(self) -> None:
+        self._adopt(self.manager.get_shared_kv_cache(()))
+        self.messages, self._base_tokens, self._role_is_due = [], 0, True

@@ -14,6 +14,7 @@ FULL_PRECISION_BITS = 16
 
 SUPPORTED_BITS = (2, 3, 4, 5, 6, 8, FULL_PRECISION_BITS)
 SUPPORTED_GROUP_SIZES = (32, 64, 128)
+LAYER_KINDS = ("full",)  # full attention over mlx-lm's KVCache: the one kind that is shared today
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -60,7 +61,7 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer's cache: its kind ("full" is the one kind shared today), KV heads, K and V head dims."""
+    """One layer's cache: KV heads, K and V head dims, and its kind, one of `LAYER_KINDS`."""
 
     n_kv_heads: int
     k_head_dim: int
@@ -68,6 +69,7 @@ class LayerSpec:
     kind: str = "full"
 
     def __post_init__(self) -> None:
+        _require(self.kind in LAYER_KINDS, f"[LayerSpec] kind: expected one of {LAYER_KINDS}, got {self.kind!r}")
         for name in ("n_kv_heads", "k_head_dim", "v_head_dim"):
             _require(
                 _is_count(getattr(self, name)),

@@ -119,7 +119,12 @@ class SegmentTable:
                 raise HandoffError(
                     f"[resolve] slot {named}: expected a span from token {expected}, got {segment.start + first}"
                 )
-            if views and views[-1].segment is segment:  # two compacted neighbours are one longer view now
+            behind = views[-1].segment if views else None
+            if behind is not segment and record.parent != (behind.slot if behind else None):
+                raise HandoffError(
+                    f"[resolve] slot {named}: expected a segment computed behind {behind}, got another's"
+                )
+            if behind is segment:  # two compacted neighbours are one longer view now
                 views.pop()
             views.append(SegmentView(segment, length))
         return tuple(views)
@@ -144,11 +149,12 @@ class SegmentTable:
         layers = tuple(LayerKV(join([a.keys, b.keys]), join([a.values, b.values])) for a, b in pairs)
         mx.eval([tensor.arrays for kv in layers for tensor in (kv.keys, kv.values)])
         left, right = self.records[first.slot], self.records[second.slot]
-        nbytes = left.slot.nbytes + right.slot.nbytes
+        nbytes, checksum = left.slot.nbytes + right.slot.nbytes, layers_checksum(layers)
+        # From here on no step takes time, so that an interrupt finds the table before or after.
         slot = self.allocate(first.num_tokens + second.num_tokens, nbytes, nbytes).slot
         joined = dataclasses.replace(
             first, slot=slot, token_ids=first.token_ids + second.token_ids, layers=layers,
-            checksum=layers_checksum(layers),
+            checksum=checksum,
         )  # fmt: skip
         record = self.records[slot]
         record.children, record.last_used = right.children, right.last_used

@@ -104,7 +104,7 @@ def probe(session: AgentSession, loaded: LoadedModel = T, token_ids: Sequence[in
 
 
 def decode(session: AgentSession, token_ids: Sequence[int]) -> np.ndarray:
-    """Logits before and after each of `token_ids`, forced through the session's own stream: [L + 1, V]."""
+    """Logits before each of `token_ids`, forced through the session's own stream: [L, V]."""
     before, session._sampler = session._sampler, Forced(token_ids)
     try:
         assert [chunk.token for chunk in session.stream(max_tokens=len(token_ids))] == list(token_ids)

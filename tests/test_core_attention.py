@@ -31,7 +31,7 @@ from mlx_qkvshare.attention import Route
 from mlx_qkvshare.errors import InvalidValueError, UnsupportedModelError
 from mlx_qkvshare.layer_cache import KVArray
 
-PACKED, DEQUANTIZE = QuantizedAttention(packed_rows=10**6), QuantizedAttention(packed_rows=0)
+PACKED, DEQUANTIZE = QuantizedAttention(route=Route.PACKED), QuantizedAttention(route=Route.DEQUANTIZE)
 PROMPT = [0, *range(40, 90), *range(300, 340)]
 
 
@@ -94,6 +94,9 @@ CASES = {
     "K16 V3": Case(((20, 7), (6, 6)), 3, 2, k_dim=80, quant=QuantSpec(16, 3, 32)),
     "16 bits": Case(((20, 17), (6, 6)), 3, 5, quant=FULL),
     **{f"{n} tokens": Case(((n, n), (n - 1, n - 1)), 2) for n in (63, 64, 65, 127, 128, 129)},
+    # P @ V beyond 1,024 tokens with a width that 64 does not divide: a kernel of its own on Metal (mlx#4250)
+    "1100 tokens, width 96": Case(((1100, 1100),), 1, heads=2, kv_heads=2, k_dim=96, v_dim=96),
+    "1100 tokens, width 32": Case(((1100, 1050),), 1, heads=2, kv_heads=1, v_dim=32),
     "a tail of 65": Case(((128, 65),), 65, 2),
 }
 MASKS = ("none", "causal", "bool 2-D", "bool per head", "additive 2-D", "additive per head")
@@ -156,7 +159,8 @@ def test_on_the_cpu_half_precision_scores_are_summed_in_float32():
 
 
 @pytest.mark.parametrize(
-    ("num_queries", "gqa_factor", "route"), [(1, 8, Route.PACKED), (8, 3, Route.PACKED), (25, 1, Route.DEQUANTIZE)]
+    ("num_queries", "gqa_factor", "route"),
+    [(1, 8, Route.PACKED), (8, 3, Route.PACKED), (25, 1, Route.DEQUANTIZE), (1, 48, Route.PACKED)],
 )
 def test_the_decision_is_by_rows_and_can_be_printed(num_queries, gqa_factor, route):
     decision = QuantizedAttention(packed_rows=24).decide(num_queries, gqa_factor)
@@ -166,7 +170,8 @@ def test_the_decision_is_by_rows_and_can_be_printed(num_queries, gqa_factor, rou
 
 def test_the_packed_route_unpacks_nothing_and_the_other_one_does(monkeypatch):
     called = []
-    monkeypatch.setattr("mlx_qkvshare.layer_cache.dequantize", lambda *a: called.append(a))
+    for module in ("layer_cache", "attention"):
+        monkeypatch.setattr(f"mlx_qkvshare.{module}.dequantize", lambda *a: called.append(a))
     cache, *_ = Case(((64, 64),), 0).build()
     mx.eval(PACKED.attend(normal(1, 4, 1, 64), cache, scale=1.0))
     assert not called
@@ -514,6 +519,23 @@ def test_both_routes_of_a_quantized_model_agree(name):
         found = [logits_behind(model.model, session.caches, [5, 6], route) for route in (PACKED, DEQUANTIZE)]
     np.testing.assert_allclose(*found, atol=1e-4)
     assert np.abs(found[0] - stock_logits(model.model, [*PROMPT, 5, 6])[-2:]).max() < 0.05
+
+
+def test_somebody_who_wrapped_the_function_inside_a_block_may_keep_it():
+    from mlx_lm.models import base
+
+    original = base.scaled_dot_product_attention
+    try:
+        with quantized_attention():
+            inner = base.scaled_dot_product_attention
+            base.scaled_dot_product_attention = lambda *args, **kwargs: inner(*args, **kwargs)
+        wrapped, x = base.scaled_dot_product_attention, normal(1, 2, 3, 32)
+        expected = original(x, x, x, cache=None, scale=1.0, mask=None)
+        assert mx.array_equal(wrapped(x, x, x, cache=None, scale=1.0, mask=None), expected)
+        with quantized_attention():
+            assert mx.array_equal(wrapped(x, x, x, cache=None, scale=1.0, mask=None), expected)
+    finally:
+        base.scaled_dot_product_attention = original
 
 
 # --- mlx-lm's own tools over our caches --------------------------------------------------------------

@@ -313,6 +313,54 @@ def test_a_package_made_before_a_compaction_still_arrives(team):
     assert all(map(np.array_equal, itertools.chain(*before), itertools.chain(*words(team.planner.prefix))))
 
 
+def test_a_package_is_delivered_once_whatever_the_coordinator(team):
+    package = team.planner.package_state()
+    HandoffCoordinator(team.manager).deliver(package, team.writer)
+    with pytest.raises(HandoffError, match="a replay"):
+        HandoffCoordinator(team.manager).deliver(package, team.researcher)
+
+
+def test_a_session_takes_no_package_of_another_manager(team):
+    stranger = Team().planner.package_state()
+    with pytest.raises(HandoffError, match="manager"):
+        team.writer.receive_state(stranger)
+    assert team.writer.num_tokens == 0
+
+
+def test_nobody_uses_the_sender_while_it_hands_over(team, monkeypatch):
+    receive = team.writer.receive_state
+
+    def meanwhile(package):
+        with pytest.raises(SessionBusyError):
+            team.planner.prefill([7])
+        receive(package)
+
+    monkeypatch.setattr(team.writer, "receive_state", meanwhile)
+    team.coordinator.request_handoff(team.planner, team.writer)
+    assert team.writer.token_ids == CONTEXT and team.planner.num_tokens == 0
+
+
+def test_bytes_copied_counts_what_a_copying_handoff_would_copy(team, monkeypatch):
+    """The record is a measurement: a receiver that reads other arrays than the stored ones is found out."""
+    receive = team.writer.receive_state
+
+    def copying(package):
+        receive(package)
+        views = team.writer.prefix.views
+        twin = dataclasses.replace(views[0].segment, layers=tuple(map(copied, views[0].segment.layers)))
+        team.writer.prefix.holding.views = (dataclasses.replace(views[0], segment=twin), *views[1:])
+
+    def copied(kv):
+        copy = {name: dataclasses.replace(t, packed=t.packed + 0) for name, t in vars(kv).items()}
+        return dataclasses.replace(kv, **copy)
+
+    monkeypatch.setattr(team.writer, "receive_state", copying)
+    record = team.coordinator.request_handoff(team.planner, team.writer, keep_sender=True)
+    first = team.planner.prefix.views[0].segment
+    assert record.bytes_copied == sum(t.packed.nbytes for kv in first.layers for t in (kv.keys, kv.values))
+    team.writer.prefix.holding.views = team.planner.prefix.views
+
+
 # --- hop after hop ---------------------------------------------------------------------------------
 
 
@@ -330,6 +378,7 @@ def test_hop_20_equals_hop_1_and_no_byte_moves(quant):
             assert addresses(receiver.prefix) == held
             baseline = mx.get_active_memory()
             assert len(list(receiver.stream([5], max_tokens=1))) == 1  # the first token: here every peer copies
+            mx.synchronize()  # the step behind the token is still on its way
             written = mx.get_active_memory() - baseline
             tail = 16 * team.manager.spec.private_token_bytes
             assert receiver.private_bytes == tail

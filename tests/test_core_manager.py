@@ -584,6 +584,52 @@ def test_a_conversation_of_50_turns_keeps_few_segments(manager):
     manager.check_integrity(checksums=True)
 
 
+def test_thousands_of_dropped_holders_are_released_at_once(manager):
+    prefix = chain_of(manager, 8)
+    forks = [prefix.fork() for _ in range(2000)]
+    assert manager.ref_count(1) == 2001
+    del forks
+    gc.collect()
+    assert manager.ref_count(1) == 1 and manager.stats().num_holders == 1
+    manager.check_integrity()
+
+
+def test_neighbours_below_the_end_of_a_chain_are_joined_too(manager):
+    """A sender that keeps its context holds less than the receiver seals next: the last pair never matches."""
+    keeper, prefix, ids = None, manager.get_shared_kv_cache(()), itertools.count()
+    for turn in range(50):
+        prefix = store(manager, itertools.islice(ids, 20), prefix, seed=turn)
+        manager.compact(prefix)
+        keeper, prefix = prefix, prefix.fork()
+    assert len(prefix.views) <= 8 and prefix.token_ids == list(range(1000))
+    assert keeper.token_ids == prefix.token_ids
+    manager.check_integrity(checksums=True)
+
+
+def test_words_move_within_the_budget_only(manager):
+    prefix = store(manager, range(8, 16), store(manager, range(8)), seed=1)
+    tight = manager.stats().free_bytes
+    manager._take(tight, "everything else")
+    assert manager.compact(prefix) == 0
+    manager._take(-tight, "everything else")
+
+
+def test_a_chain_of_two_lineages_is_refused(manager):
+    """Token and position fit, but the second segment was computed behind other tokens."""
+    first, other = store(manager, range(5)), store(manager, range(10, 15), seed=1)
+    child = store(manager, (7, 8), other, seed=2)
+    with pytest.raises(HandoffError, match="computed behind"):
+        manager.get_shared_kv_cache([(first.views[0].segment.slot, 5), (child.views[1].segment.slot, 2)])
+    manager.check_integrity()
+
+
+def test_another_dtype_is_refused_and_frees_the_slot(manager):
+    slot, layers = manager.allocate_shared_slot(4), random_layers(manager.spec, 4)
+    with pytest.raises(InvalidValueError, match=r"layer 0 keys: expected .*float32, got .*float16"):
+        manager.quantize_and_store(slot, range(4), [(k.astype(mx.float16), v) for k, v in layers])
+    assert manager.stats().used_bytes == 0
+
+
 # --- check_integrity detects faults ----------------------------------------------------------------
 
 
@@ -606,9 +652,14 @@ def miscount(manager, prefix):
     manager._free_bytes -= 1
 
 
+def overspend(manager, prefix):
+    prefix.holding.private_rows = manager.budget_bytes
+    manager._free_bytes -= prefix.private_bytes
+
+
 FAULTS = {
     "used": lambda m, p: setattr(m, "_free_bytes", m.stats().free_bytes - 1),
-    "free": lambda m, p: setattr(m, "budget_bytes", 10),
+    "free": overspend,
     "slot 1: holders": lambda m, p: m._table.records[1].holders.add(999),
     "slot 2: holders": lambda m, p: m._table.records[2].holders.clear(),
     "view start": open_gap,
@@ -625,7 +676,7 @@ def test_a_planted_fault_is_found(manager, named):
     prefix = chain_of(manager, 8, 2)
     manager.check_integrity(checksums=True)
     FAULTS[named](manager, prefix)
-    with pytest.raises(IntegrityError, match=rf"\[check_integrity\] {named}\b.* is .*, .* is "):
+    with pytest.raises(IntegrityError, match=rf"\[check_integrity\] (holder 1: )?{named}\b.* is .*, .* is "):
         manager.check_integrity()
 
 

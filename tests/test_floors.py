@@ -25,6 +25,7 @@ FLOORS = {
     "download": 1.8,
     "layer_cache": 2,
     "prefix": 1.8,
+    "integrity": 2.5,
     "table": 2,
     "model": 2,
     "chat": 2,
