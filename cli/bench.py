@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from .. import QuantSpec
 from ..bench import HandoffRow, MemoryRow, bench_handoff, bench_memory
@@ -16,7 +15,7 @@ from ..errors import InvalidValueError
 from ..measure import machine, report, versions
 from ..model import DEFAULT_MODEL
 from .options import CacheDir, GroupSize, Model, load_model
-from .terminal import Terminal, format_bytes
+from .terminal import Terminal, format_bytes, make_table
 
 app = typer.Typer(help="Measure on this machine, mlx-lm beside ours.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -85,51 +84,53 @@ def _finish(terminal: Terminal, name: str, model: str | None, rows: Sequence[Any
     print(json.dumps(found), file=terminal.out.file)
 
 
-def _print_table(terminal: Terminal, title: str, head: list[str], lines: list[list[str]]) -> None:
+Line = tuple[str, Callable[[Any], str]]
+
+
+def _print_rows(terminal: Terminal, title: str, head: Line, rows: Sequence[Any], lines: list[Line]) -> None:
+    """A column for each row of results, which keeps within 80 characters."""
     place = ", ".join(f"{key} {value}" for key, value in (machine() | versions()).items())
     terminal.line(f"{title}\n{place}")
-    table = Table(*head)
-    for line in lines:
-        table.add_row(*line)
-    for column in table.columns[1:]:
-        column.justify = "right"
+    name, show = head
+    table = make_table(terminal, name, *map(show, rows))
+    for name, show in lines:
+        table.add_row(name, *map(show, rows))
     terminal.out.print(table)
 
 
 def _print_memory(terminal: Terminal, rows: list[MemoryRow], quant: QuantSpec) -> None:
-    lines = [
-        [
-            str(row.agents), str(row.shared_tokens), str(row.private_tokens), format_bytes(row.ours_bytes),
-            f"{row.ours_bytes / row.floor_bytes:.3f}", format_bytes(row.ours_extra_per_agent_bytes),
-            f"{format_bytes(row.stock_bytes)} ({row.stock_bytes / row.ours_bytes:.1f}x)",
-            f"{format_bytes(row.stock_quantized_bytes)} ({row.stock_quantized_bytes / row.ours_bytes:.1f}x)",
-        ]
-        for row in rows
-    ]  # fmt: skip
-    head = ["agents", "shared", "own", "ours", "/ floor", "per agent", "mlx-lm", f"mlx-lm {quant.k_bits} bit"]
-    _print_table(terminal, f"Live KV bytes, {quant}; floor: packed prefix + private tokens, exact", head, lines)
+    lines: list[Line] = [
+        ("shared tokens", lambda row: str(row.shared_tokens)),
+        ("private tokens of each", lambda row: str(row.private_tokens)),
+        ("ours", lambda row: format_bytes(row.ours_bytes)),
+        ("ours / floor", lambda row: f"{row.ours_bytes / row.floor_bytes:.3f}"),
+        ("ours, for each agent more", lambda row: format_bytes(row.ours_extra_per_agent_bytes)),
+        ("mlx-lm, full precision", lambda row: format_bytes(row.stock_bytes)),
+        (f"mlx-lm, {quant.k_bits} bit", lambda row: format_bytes(row.stock_quantized_bytes)),
+        ("mlx-lm / ours", lambda row: f"{row.stock_bytes / row.ours_bytes:.1f}"),
+        (f"mlx-lm {quant.k_bits} bit / ours", lambda row: f"{row.stock_quantized_bytes / row.ours_bytes:.1f}"),
+    ]
+    title = f"Live KV bytes, {quant}; floor: the packed prefix and the private tokens at their exact length"
+    _print_rows(terminal, title, ("agents", lambda row: str(row.agents)), rows, lines)
 
 
 def _print_handoff(terminal: Terminal, rows: list[HandoffRow], quant: QuantSpec) -> None:
-    def line(name: str, show: Callable[[HandoffRow], str]) -> list[str]:
-        return [name, *map(show, rows)]
-
     def milliseconds(value: float) -> str:
-        return f"{1000 * value:.3g} ms"
+        return f"{1000 * value:.3g} ms" if value < 1 else f"{value:.3g} s"
 
-    lines = [
-        line("handoff", lambda row: milliseconds(row.handoff_seconds)),
-        line("bytes copied", lambda row: str(row.bytes_copied)),
-        line("bytes referenced", lambda row: format_bytes(row.bytes_referenced)),
-        line("first token: after the handoff", lambda row: milliseconds(row.ttft_handoff_seconds)),
-        line("- own hot cache (mlx-lm)", lambda row: milliseconds(row.ttft_hot_seconds)),
-        line("- deep-copied cache (mlx-lm)", lambda row: milliseconds(row.ttft_deepcopy_seconds)),
-        line("- re-prefill (mlx-lm)", lambda row: milliseconds(row.ttft_reprefill_seconds)),
-        line("handoff / hot", lambda row: f"{row.hot_ratio:.2f}"),
-        line("re-prefill / handoff", lambda row: f"{row.reprefill_ratio:.1f}"),
-        line("decode, a token: ours", lambda row: milliseconds(row.decode_seconds_per_token)),
-        line(f"- mlx-lm, {quant.k_bits} bit", lambda row: milliseconds(row.decode_stock_quantized_seconds_per_token)),
-        line("- mlx-lm, full precision", lambda row: milliseconds(row.decode_stock_seconds_per_token)),
+    lines: list[Line] = [
+        ("handoff", lambda row: milliseconds(row.handoff_seconds)),
+        ("bytes copied", lambda row: str(row.bytes_copied)),
+        ("bytes referenced", lambda row: format_bytes(row.bytes_referenced)),
+        ("first token: after the handoff", lambda row: milliseconds(row.ttft_handoff_seconds)),
+        ("- own hot cache (mlx-lm)", lambda row: milliseconds(row.ttft_hot_seconds)),
+        ("- deep-copied cache (mlx-lm)", lambda row: milliseconds(row.ttft_deepcopy_seconds)),
+        ("- re-prefill (mlx-lm)", lambda row: milliseconds(row.ttft_reprefill_seconds)),
+        ("handoff / hot", lambda row: f"{row.hot_ratio:.2f}"),
+        ("re-prefill / handoff", lambda row: f"{row.reprefill_ratio:.1f}"),
+        ("decode, a token: ours", lambda row: milliseconds(row.decode_seconds_per_token)),
+        (f"- mlx-lm, {quant.k_bits} bit", lambda row: milliseconds(row.decode_stock_quantized_seconds_per_token)),
+        ("- mlx-lm, full precision", lambda row: milliseconds(row.decode_stock_seconds_per_token)),
     ]
     title = f"Handoff by reference, {quant}, then a turn of {rows[0].turn_tokens} tokens"
-    _print_table(terminal, title, ["tokens", *(str(row.tokens) for row in rows)], lines)
+    _print_rows(terminal, title, ("tokens", lambda row: str(row.tokens)), rows, lines)

@@ -7,13 +7,12 @@ from typing import Annotated
 
 import mlx.core as mx
 import typer
-from rich import box
 from rich.table import Table
 
 from .. import Sampling, SharedKVCacheManager
 from . import options
 from .relay import Leg, Relay, RelayResult, Turn
-from .terminal import Terminal, format_bytes
+from .terminal import Terminal, format_bytes, make_table
 
 DOCUMENT = "garden_handbook.txt"
 TASK = "a leaflet for new members of a community garden"
@@ -36,17 +35,9 @@ def legs() -> list[Leg]:
     return [Leg("planner", f"{SYSTEM}\n\n{read_document()}", PLANNER), RESEARCHER, WRITER]
 
 
-def _table(terminal: Terminal, *columns: str) -> Table:
-    can_draw = terminal.out.encoding.startswith("utf")
-    table = Table(box=box.SIMPLE_HEAD if can_draw else None, pad_edge=False, padding=(0, 1))
-    for index, name in enumerate(columns):
-        table.add_column(name, justify="right" if index else "left")
-    return table
-
-
 def turns_table(terminal: Terminal, turns: list[Turn]) -> Table:
     """A row for each agent."""
-    table = _table(
+    table = make_table(
         terminal,
         "agent",
         "shared\ntokens",
@@ -69,7 +60,7 @@ def totals_table(terminal: Terminal, result: RelayResult, quant: str) -> Table:
     """The claims: held once, nothing copied, no re-prefill."""
     last, count = result.turns[-1], len(result.turns)
     ratio = result.reprefill_seconds / last.first_token_seconds
-    table = _table(terminal, "in all", "")
+    table = make_table(terminal, "in all", "")
     rows = [
         ("tokens shared at the last handoff", f"{last.reused_tokens:,}"),
         (f"bytes held once for {count} agents ({quant})", _bytes(result.held_bytes)),

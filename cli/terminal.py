@@ -9,7 +9,9 @@ import time
 from types import FrameType
 from typing import Any
 
+from rich import box
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 # Control characters become their pictures (U+2400…), so that no escape code reaches the terminal.
@@ -116,6 +118,15 @@ class Interrupts:
     def check(self) -> None:
         if self.is_set:
             raise KeyboardInterrupt
+
+
+def make_table(terminal: Terminal, *columns: str) -> Table:
+    """An empty table: the first column to the left, the others to the right."""
+    can_draw = terminal.out.encoding.startswith("utf")
+    table = Table(box=box.SIMPLE_HEAD if can_draw else None, pad_edge=False, padding=(0, 1))
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="right" if index else "left")
+    return table
 
 
 def format_bytes(count: float) -> str:

@@ -93,7 +93,11 @@ def sample_text() -> str:
 
 def sample_tokens(tokenizer: Any, num_tokens: int, *, skip: int = 0) -> list[int]:
     """`num_tokens` token ids of `sample_text`, from token `skip` on."""
-    text = sample_text()
-    ids = tokenizer.encode(text[: 8 * (skip + num_tokens)], add_special_tokens=False)
+    ids: list[int] = []
+    text, step = sample_text(), 4000
+    for start in range(0, len(text), step):  # piece by piece: tokenizers warn of texts beyond the model's context
+        if len(ids) >= skip + num_tokens:
+            break
+        ids.extend(tokenizer.encode(text[start : start + step], add_special_tokens=False))
     assert len(ids) >= skip + num_tokens, (len(ids), skip + num_tokens)
-    return list(ids[skip : skip + num_tokens])
+    return ids[skip : skip + num_tokens]
