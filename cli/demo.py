@@ -117,5 +117,5 @@ def notes(result: RelayResult) -> list[str]:
         "a small model gets facts wrong, with a shared cache or with its own.",
         "Timings are of this machine's GPU."
         if is_gpu
-        else "Timings are of this machine's CPU: only a Mac can show the Metal kernels and their speed.",
+        else "Timings are of this machine's CPU: only a Mac can show an Apple GPU's.",
     ]

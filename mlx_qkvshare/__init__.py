@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from .attention import QuantizedAttention, Route, quantized_attention
+from .batch import AgentBatch, BatchEvent
 from .chat import Message
 from .errors import QKVShareError
 from .handoff import HandoffCoordinator, HandoffRecord
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AgentBatch",
     "AgentSession",
+    "BatchEvent",
     "CacheSpec",
     "HandoffCoordinator",
     "HandoffPackage",

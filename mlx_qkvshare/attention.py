@@ -16,9 +16,11 @@ from typing import Any
 
 import mlx.core as mx
 
+from .batch_cache import BatchLayerCache
+from .cascade import attend_together
 from .errors import UnsupportedModelError
 from .layer_cache import LayerCache, routing
-from .quantize import QuantizedTensor, dequantize, pad_last
+from .parts import compute_dtype, part_output, part_scores
 
 
 class Route(enum.Enum):
@@ -67,7 +69,7 @@ class QuantizedAttention:
     def attend(
         self,
         queries: mx.array,
-        cache: LayerCache,
+        cache: LayerCache | BatchLayerCache,
         *,
         scale: float,
         mask: mx.array | str | None = None,
@@ -80,7 +82,13 @@ class QuantizedAttention:
             mask: None, "causal", or bool / additive, broadcastable to [1, H, L, T]
             sinks: [H] logits that take part in the softmax and have no value
             returns: [1, H, L, Dv]
+
+        A `BatchLayerCache` takes one query of every session, [N, H, 1, D], and no mask.
         """
+        if isinstance(cache, BatchLayerCache):
+            num_rows = queries.shape[1] // cache.spec.n_kv_heads * len(cache.rows)
+            unpack = self.route is Route.DEQUANTIZE or (self.route is None and num_rows > self.packed_rows)
+            return attend_together(queries, cache, scale=scale, sinks=sinks, unpack=unpack)
         num_heads, num_queries = queries.shape[1:3]
         route = self.decide(num_queries, num_heads // cache.spec.n_kv_heads).route
         if cache.shared_tokens == 0 or route is Route.DEQUANTIZE:
@@ -97,11 +105,11 @@ def _attend_packed(
     num_kv_heads = cache.spec.n_kv_heads
     _, num_heads, num_queries, _ = queries.shape
     gqa_factor = num_heads // num_kv_heads
-    compute = _compute_dtype(queries.dtype)
+    compute = compute_dtype(queries.dtype)
     # Heads of one KV head are neighbours, so folding them into rows is a reshape, not a stride-0 broadcast.
     rows = (queries.astype(compute) * scale).reshape(1, num_kv_heads, gqa_factor * num_queries, -1)
 
-    scores = [_part_scores(rows, kv.keys, length) for kv, length in parts]
+    scores = [part_scores(rows, kv.keys, length) for kv, length in parts]
     if cache.tail_tokens:
         tail_keys, tail_values = cache.tail()
         scores.append(rows @ tail_keys.astype(compute).swapaxes(-1, -2))
@@ -110,50 +118,12 @@ def _attend_packed(
 
     outputs, start = [], 0
     for kv, length in parts:
-        outputs.append(_part_output(weights[..., start : start + length], kv.values, length))
+        outputs.append(part_output(weights[..., start : start + length], kv.values, length))
         start += length
     if cache.tail_tokens:
         outputs.append(weights[..., start:] @ tail_values.astype(compute))
     output = functools.reduce(mx.add, outputs)
     return output.reshape(1, num_heads, num_queries, -1).astype(queries.dtype)
-
-
-def _compute_dtype(dtype: mx.Dtype) -> mx.Dtype:
-    """float32 on the CPU, whose half-precision quantized matmul is emulated and sums in half precision."""
-    return mx.float32 if mx.default_device().type == mx.cpu else dtype
-
-
-def _operands(tensor: QuantizedTensor, num_tokens: int, compute: mx.Dtype) -> tuple[mx.array, Any, Any]:
-    """Packed words, scales and biases to compute on, for at least `num_tokens` rows.
-
-    Slicing is free on a GPU. The CPU copies a slice of packed words, so there the whole buffer is read and the
-    surplus dropped from the result, unless more than half of it would be surplus.
-    """
-    is_sliced = mx.default_device().type == mx.gpu or num_tokens * 2 < tensor.num_tokens
-    packed, scales, biases = tensor.first(num_tokens if is_sliced else tensor.num_tokens)
-    return packed, scales.astype(compute), biases.astype(compute)
-
-
-def _part_scores(rows: mx.array, keys: QuantizedTensor, num_tokens: int) -> mx.array:
-    """`rows` [1, Hk, R * L, D] against one part's keys: [1, Hk, R * L, num_tokens]."""
-    plan = keys.plan
-    if not plan.is_quantized:
-        return rows @ dequantize(keys, num_tokens).astype(rows.dtype).swapaxes(-1, -2)
-    rows = pad_last(rows, plan.padded_dim, mode="constant")
-    operands = _operands(keys, num_tokens, rows.dtype)
-    scores = mx.quantized_matmul(rows, *operands, True, plan.group_size, plan.bits)
-    return scores[..., :num_tokens]
-
-
-def _part_output(weights: mx.array, values: QuantizedTensor, num_tokens: int) -> mx.array:
-    """`weights` [1, Hk, R * L, num_tokens] times one part's values: [1, Hk, R * L, Dv]."""
-    plan = values.plan
-    if not plan.is_quantized:
-        return weights @ dequantize(values, num_tokens).astype(weights.dtype)
-    operands = _operands(values, num_tokens, weights.dtype)
-    weights = pad_last(weights, operands[0].shape[2], mode="constant")
-    output = mx.quantized_matmul(weights, *operands, False, plan.group_size, plan.bits)
-    return output[..., : plan.head_dim]
 
 
 def _softmax(

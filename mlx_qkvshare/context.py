@@ -200,11 +200,15 @@ class TokenContext:
             if is_nan.item():
                 self._rewind(1)  # the keys and values of the token before are not finite either
                 raise nan_error(self._model.spec.fingerprint.architecture)
-            self._tail_ids.append(int(token.item()))  # type: ignore[arg-type]
-            self._logits = logits
-            self._num_drawn += 1
+            self._accept(int(token.item()), logits)  # type: ignore[arg-type]
             yield self._tail_ids[-1]
             token, is_nan = queued[-1], next_is_nan
+
+    def _accept(self, token: int, logits: mx.array) -> None:
+        """The step of `token` is queued; `logits` [V] are those behind it."""
+        self._tail_ids.append(token)
+        self._logits = logits
+        self._num_drawn += 1
 
     def _pick(self, logits: mx.array, ahead: int) -> mx.array:
         if self._sampler is not None:

@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from .errors import InvalidValueError
 from .quantize import dequantize
-from .segment import LayerKV, SegmentView
+from .segment import LayerKV, SegmentView, SharedSegment
 from .spec import LayerSpec
 
 
@@ -35,7 +35,7 @@ class KVArray(mx.array):
     loses the tag and takes the exact fallback by itself.
     """
 
-    layer_cache: LayerCache
+    layer_cache: Any  # a LayerCache, or the BatchLayerCache of several
     role: str
 
 
@@ -85,6 +85,16 @@ class LayerCache:
         """Append `keys` [1, Hk, L, Dk] and `values` [1, Hk, L, Dv]; return tagged arrays of all `offset` tokens."""
         if keys.shape[0] != 1:
             raise InvalidValueError(f"[LayerCache.update_and_fetch] batch: expected 1 row, got {keys.shape[0]}")
+        self.append(keys, values)
+        if routing.attention is not None and (keys.shape[2] > 1) in self._routed_shapes:
+            # Building the full-precision graph that nobody reads costs more than the attention call on small
+            # models; NaN makes a read that `attend` did not see impossible to overlook.
+            return placeholder(self, keys, self.offset, "k"), placeholder(self, values, self.offset, "v")
+        full_keys, full_values = self.keys_and_values()
+        return _tagged(full_keys, self, "k"), _tagged(full_values, self, "v")
+
+    def append(self, keys: mx.array, values: mx.array) -> None:
+        """Write rows [1, Hk, L, D] behind the private tail, in place as long as nobody else holds its buffers."""
         start, stop = self.tail_tokens, self.tail_tokens + keys.shape[2]
         if self.capacity < stop:
             self.grow(tail_capacity(stop))
@@ -92,12 +102,6 @@ class LayerCache:
         self.keys[..., start:stop, :] = keys
         self.values[..., start:stop, :] = values
         self.tail_tokens = stop
-        if routing.attention is not None and (keys.shape[2] > 1) in self._routed_shapes:
-            # Building the full-precision graph that nobody reads costs more than the attention call on small
-            # models; NaN makes a read that `attend` did not see impossible to overlook.
-            return _placeholder(self, keys, "k"), _placeholder(self, values, "v")
-        full_keys, full_values = self.keys_and_values()
-        return _tagged(full_keys, self, "k"), _tagged(full_values, self, "v")
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """All `offset` tokens in full precision (lazy): the exact fallback of models that read K or V."""
@@ -160,10 +164,15 @@ class LayerCache:
 
     def parts(self) -> Iterator[tuple[LayerKV, int]]:
         """The shared parts in order: this layer's packed K/V of each segment, and how many tokens of it are read."""
+        for segment, length in self.spans():
+            yield segment.layers[self.layer], length
+
+    def spans(self) -> Iterator[tuple[SharedSegment, int]]:
+        """The shared segments in order, and how many tokens of each are read."""
         for view in self.prefix.views:
             if view.start >= self.shared_tokens:
                 return
-            yield view.segment.layers[self.layer], min(view.length, self.shared_tokens - view.start)
+            yield view.segment, min(view.length, self.shared_tokens - view.start)
 
     def tail(self) -> tuple[mx.array, mx.array]:
         """The valid rows of the private tail: keys and values [1, Hk, tail_tokens, D]. Needs `tail_tokens` > 0."""
@@ -179,6 +188,11 @@ class LayerCache:
 
     def mark_routed(self, num_rows: int) -> None:
         self._routed_shapes.add(num_rows > 1)
+
+    @property
+    def is_decoding_routed(self) -> bool:
+        """Has a one-row attention call of this layer been seen to reach `attend`?"""
+        return False in self._routed_shapes
 
     @property
     def capacity(self) -> int:
@@ -208,12 +222,13 @@ class LayerCache:
         self.shared_tokens = self.prefix.num_tokens
 
 
-def _tagged(array: mx.array, cache: LayerCache, role: str) -> KVArray:
+def _tagged(array: mx.array, cache: Any, role: str) -> KVArray:
     tagged = KVArray(array)
     tagged.layer_cache, tagged.role = cache, role
     return tagged
 
 
-def _placeholder(cache: LayerCache, new: mx.array, role: str) -> KVArray:
+def placeholder(cache: Any, new: mx.array, num_tokens: int, role: str) -> KVArray:
+    """An array of the right shape that only `attend` may read: all NaN."""
     nan = mx.array(float("nan"), new.dtype)
-    return _tagged(mx.broadcast_to(nan, (*new.shape[:2], cache.offset, new.shape[3])), cache, role)
+    return _tagged(mx.broadcast_to(nan, (*new.shape[:2], num_tokens, new.shape[3])), cache, role)

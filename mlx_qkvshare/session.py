@@ -31,6 +31,29 @@ class StreamChunk(NamedTuple):
     finish_reason: str | None
 
 
+class Turn:
+    """The text side of one generation: whole characters out of tokens, and when to stop."""
+
+    def __init__(self, tokenizer: Any, max_tokens: int, ignore_eos: bool):
+        self._detokenizer = tokenizer.detokenizer
+        self._ends = () if ignore_eos else tokenizer.eos_token_ids
+        self._max_tokens, self._num_shown = max_tokens, 0
+        self.text, self.is_done = "", False
+        self.token_ids: list[int] = []  # without the end-of-turn token
+
+    def show(self, token: int) -> StreamChunk:
+        self._num_shown += 1
+        reason = "stop" if token in self._ends else "length" if self._num_shown == self._max_tokens else None
+        if reason != "stop":
+            self._detokenizer.add_token(token)
+            self.token_ids.append(token)
+        if reason:
+            self._detokenizer.finalize()
+        text = self._detokenizer.last_segment
+        self.text, self.is_done = self.text + text, reason is not None
+        return StreamChunk(text, token, reason)
+
+
 class AgentSession(TokenContext):
     """One agent: a shared prefix by reference, a private tail, and the conversation so far.
 
@@ -164,46 +187,40 @@ class AgentSession(TokenContext):
         `prompt` is the user's next message (str), token ids to append, or None to go on from what is held.
         The reply joins `messages` when it answers a message, also when the iterator is dropped half-way.
         """
-        with self._working():
-            if max_tokens <= 0:
-                raise InvalidValueError(f"[AgentSession {self.name}] max_tokens: expected > 0, got {max_tokens}")
-            self._num_unanswered = 0
-            if isinstance(prompt, str):
-                self._say(prompt, progress, reserve=max_tokens)
-            elif prompt is not None:
-                self._prefill_raw(prompt, progress, reserve=max_tokens)
-            else:
-                self._check_room(self.num_tokens + max_tokens)
-            is_turn = bool(self.messages) and self.messages[-1].role == "user"
-            yield from self._decode(max_tokens, ignore_eos, is_turn=is_turn)
+        with self._working(), self._turn(prompt, max_tokens, ignore_eos, progress) as turn:
+            for token in self._tokens(max_tokens):
+                yield turn.show(token)
+                if turn.is_done:
+                    return
 
     def reply(self, prompt: str | Sequence[int] | None = None, *, max_tokens: int = 256) -> str:
         """The whole text of `stream`."""
         return "".join(chunk.text for chunk in self.stream(prompt, max_tokens=max_tokens))
 
-    def _decode(self, max_tokens: int, ignore_eos: bool, *, is_turn: bool) -> Generator[StreamChunk]:
-        detokenizer = self._model.tokenizer.detokenizer
-        ends = () if ignore_eos else self._model.tokenizer.eos_token_ids
-        shown, kept, is_done = "", [], False
+    @contextlib.contextmanager
+    def _turn(
+        self, prompt: str | Sequence[int] | None, max_tokens: int, ignore_eos: bool, progress: Progress | None = None
+    ) -> Iterator[Turn]:
+        """Prefill what `prompt` adds; inside, tokens are shown through the turn; after, the conversation has it."""
+        if max_tokens <= 0:
+            raise InvalidValueError(f"[AgentSession {self.name}] max_tokens: expected > 0, got {max_tokens}")
+        self._num_unanswered = 0
+        if isinstance(prompt, str):
+            self._say(prompt, progress, reserve=max_tokens)
+        elif prompt is not None:
+            self._prefill_raw(prompt, progress, reserve=max_tokens)
+        else:
+            self._check_room(self.num_tokens + max_tokens)
+        is_answer = bool(self.messages) and self.messages[-1].role == "user"
+        turn = Turn(self._model.tokenizer, max_tokens, ignore_eos)
         try:
-            for count, token in enumerate(self._tokens(max_tokens), start=1):
-                reason = "stop" if token in ends else "length" if count == max_tokens else None
-                if reason != "stop":
-                    detokenizer.add_token(token)
-                    kept.append(token)
-                if reason:
-                    detokenizer.finalize()
-                text = detokenizer.last_segment
-                shown, is_done = shown + text, reason is not None
-                yield StreamChunk(text, token, reason)
-                if is_done:
-                    return
+            yield turn
         finally:
             self._logits = None  # 4 bytes a word of the vocabulary: too much to keep for every idle agent
-            if not is_turn:
+            if not is_answer:
                 self._start_conversation_here()
-            elif kept or is_done:
-                self.messages.append(Message("assistant", shown, self.name, tuple(kept)))
+            elif turn.token_ids or turn.is_done:
+                self.messages.append(Message("assistant", turn.text, self.name, tuple(turn.token_ids)))
             else:  # failed before the first token: a retry finds the conversation as it was
                 del self.messages[len(self.messages) - self._num_unanswered :]
 

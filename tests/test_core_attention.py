@@ -170,7 +170,7 @@ def test_the_decision_is_by_rows_and_can_be_printed(num_queries, gqa_factor, rou
 
 def test_the_packed_route_unpacks_nothing_and_the_other_one_does(monkeypatch):
     called = []
-    for module in ("layer_cache", "attention"):
+    for module in ("layer_cache", "parts"):
         monkeypatch.setattr(f"mlx_qkvshare.{module}.dequantize", lambda *a: called.append(a))
     cache, *_ = Case(((64, 64),), 0).build()
     mx.eval(PACKED.attend(normal(1, 4, 1, 64), cache, scale=1.0))

@@ -1,0 +1,78 @@
+"""`BatchLayerCache`: one attention layer's caches of several sessions that take a decode step together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from .errors import InvalidValueError
+from .layer_cache import LayerCache, placeholder
+from .segment import SharedSegment
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentGroup:
+    """A segment and the sessions of a batch that read it: their rows in the batch, and how many tokens each reads."""
+
+    segment: SharedSegment
+    rows: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+def group_segments(caches: Sequence[LayerCache]) -> tuple[SegmentGroup, ...]:
+    """Every distinct segment once, with all that read it; `caches` are one layer's, a row each."""
+    readers: dict[int, tuple[SharedSegment, list[tuple[int, int]]]] = {}
+    for row, cache in enumerate(caches):
+        for segment, length in cache.spans():
+            readers.setdefault(segment.slot, (segment, []))[1].append((row, length))
+    groups = []
+    for segment, found in readers.values():
+        rows, lengths = zip(*found, strict=True)
+        groups.append(SegmentGroup(segment, rows, lengths))
+    return tuple(groups)
+
+
+class BatchLayerCache:
+    """mlx-lm's cache contract for one token of each of N sessions. Lives for one step.
+
+    Every session keeps its own `LayerCache`: new rows go to its own tail, nothing is padded or copied.
+    `offset` is an array [N], as mlx-lm's batch caches have it, so that RoPE turns every row by its own.
+    """
+
+    def __init__(self, rows: Sequence[LayerCache], groups: tuple[SegmentGroup, ...], offset: mx.array):
+        self.rows, self.groups, self.offset = list(rows), groups, offset
+        self.layer, self.spec = rows[0].layer, rows[0].spec
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Append `keys` and `values` [N, Hk, 1, D], a row to every session; return tagged placeholders."""
+        if keys.shape[0] != len(self.rows) or keys.shape[2] != 1:
+            expected = f"({len(self.rows)}, Hk, 1, D)"
+            raise InvalidValueError(f"[BatchLayerCache] keys: expected {expected}, got {tuple(keys.shape)}")
+        for row, cache in enumerate(self.rows):
+            cache.append(keys[row : row + 1], values[row : row + 1])
+        longest = max(cache.offset for cache in self.rows)
+        return placeholder(self, keys, longest, "k"), placeholder(self, values, longest, "v")
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> None:
+        """One new token each sees everything before it: no mask."""
+        assert N == 1 and window_size is None, (N, window_size)
+
+    def mark_routed(self, num_rows: int) -> None:
+        """Batches are made only of caches that are known to be routed."""
+
+    @property
+    def state(self) -> list[Any]:
+        return [cache.state for cache in self.rows]
+
+
+def bytes_read(groups: Sequence[SegmentGroup], caches: Sequence[Sequence[LayerCache]]) -> int:
+    """KV bytes that one step reads: every distinct segment once, and every private tail.
+
+    `caches` holds each session's list of layers.
+    """
+    shared = sum(group.segment.nbytes * max(group.lengths) // group.segment.num_tokens for group in groups)
+    rows = [array for layers in caches for cache in layers if cache.tail_tokens for array in cache.tail()]
+    return shared + sum(array.nbytes for array in rows)

@@ -1,0 +1,109 @@
+"""Attention of several sessions at once, segment by segment: a shared segment is read once for all that hold it.
+
+The algebra is FlashInfer's cascade attention (arXiv 2501.01005) and Hydragen's (arXiv 2402.05099): rows of
+all sessions attend a shared part together, each session its own tail, and partial results are merged by
+running maximum and sum.
+
+Letters: N sessions, n of them in one group, H query heads, Hk KV heads, R = H / Hk, S tokens of one part,
+D head dim, Dv value dim.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from .batch_cache import BatchLayerCache, SegmentGroup
+from .kernels import merge_state_ops
+from .parts import compute_dtype, part_output, part_scores
+
+_LOWEST = -3.0e38  # finite: infinity minus infinity would be NaN
+
+
+class _Partial(NamedTuple):
+    """Maxima and sums [N, Hk, R] and outputs [N, Hk, R, Dv], not normalized; a sum of 0 marks no tokens."""
+
+    maxima: mx.array
+    sums: mx.array
+    outputs: mx.array
+
+
+def attend_together(
+    queries: mx.array, batch: BatchLayerCache, *, scale: float, sinks: mx.array | None, unpack: bool
+) -> mx.array:
+    """One query per session over its segments and its tail.
+
+    Shapes:
+        queries: [N, H, 1, D]; sinks: [H] logits without a value
+        returns: [N, H, 1, Dv]
+
+    With `unpack` each segment's layer is dequantized, transiently and once for all sessions, which pays
+    for many rows; else `quantized_matmul` reads the packed bytes.
+    """
+    num_sessions, num_heads, _, head_dim = queries.shape
+    num_kv_heads = batch.spec.n_kv_heads
+    compute = compute_dtype(queries.dtype)
+    rows = (queries.astype(compute) * scale).reshape(num_sessions, num_kv_heads, -1, head_dim)
+    partials = [_group_partial(rows, group, batch.layer, unpack) for group in batch.groups]
+    partials.append(_tail_partial(rows, batch))
+    if sinks is not None:
+        like = partials[0]
+        maxima = mx.broadcast_to(sinks.astype(compute).reshape(num_kv_heads, -1), like.maxima.shape)
+        partials.append(_Partial(maxima, mx.ones_like(like.sums), mx.zeros_like(like.outputs)))
+    maxima, sums = (mx.stack([p[i].flatten() for p in partials]) for i in (0, 1))
+    outputs = mx.stack([p.outputs.reshape(-1, p.outputs.shape[-1]) for p in partials])
+    merged = merge_state_ops(maxima, sums, outputs, queries.dtype)
+    return merged.reshape(num_sessions, num_heads, 1, -1)
+
+
+def _group_partial(rows: mx.array, group: SegmentGroup, layer: int, unpack: bool) -> _Partial:
+    """The rows of the sessions that read one segment, all at once; other sessions' entries are marked empty."""
+    num_sessions, num_kv_heads, gqa_factor, _ = rows.shape
+    kv, count, length = group.segment.layers[layer], len(group.rows), max(group.lengths)
+    chosen = rows if count == num_sessions else rows[mx.array(group.rows)]
+    folded = chosen.swapaxes(0, 1).reshape(1, num_kv_heads, count * gqa_factor, -1)
+    scores = part_scores(folded, kv.keys, length, unpack=unpack)
+    if min(group.lengths) < length:
+        ends = mx.repeat(mx.array(group.lengths), gqa_factor)[:, None]
+        scores = mx.where(mx.arange(length) < ends, scores, _LOWEST)
+    maxima, weights, sums = _exponentials(scores)
+    outputs = part_output(weights, kv.values, length, unpack=unpack)
+    shape = (num_kv_heads, count, gqa_factor)
+    partial = _Partial(
+        maxima.reshape(shape).swapaxes(0, 1),
+        sums.reshape(shape).swapaxes(0, 1),
+        outputs.reshape(*shape, -1).swapaxes(0, 1),
+    )
+    return partial if count == num_sessions else _spread(partial, group.rows, num_sessions)
+
+
+def _spread(partial: _Partial, rows: tuple[int, ...], num_sessions: int) -> _Partial:
+    """Entries of a group's sessions at their places in the batch, an empty state everywhere else."""
+    places = {row: place for place, row in enumerate(rows)}
+    index = mx.array([places.get(row, len(rows)) for row in range(num_sessions)])
+    return _Partial(*(mx.concatenate([array, mx.zeros_like(array[:1])])[index] for array in partial))
+
+
+def _tail_partial(rows: mx.array, batch: BatchLayerCache) -> _Partial:
+    """Every session over its own private tail. Each holds one token at least, the one of this step."""
+    tails = [cache.tail() for cache in batch.rows]
+    longest = max(keys.shape[2] for keys, _ in tails)
+    scores = []
+    for row, (keys, _) in enumerate(tails):
+        found = rows[row : row + 1] @ keys.astype(rows.dtype).swapaxes(-1, -2)
+        missing = longest - found.shape[-1]
+        scores.append(mx.pad(found, [(0, 0)] * 3 + [(0, missing)], constant_values=_LOWEST) if missing else found)
+    maxima, weights, sums = _exponentials(mx.concatenate(scores))
+    outputs = [
+        weights[row : row + 1, ..., : values.shape[2]] @ values.astype(rows.dtype)
+        for row, (_, values) in enumerate(tails)
+    ]
+    return _Partial(maxima[..., 0], sums[..., 0], mx.concatenate(outputs))
+
+
+def _exponentials(scores: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    """Row maxima [.., 1], exp(score - maximum) in the scores' dtype, and its sums [.., 1] in float32."""
+    maxima = mx.max(scores, axis=-1, keepdims=True)
+    weights = mx.exp(scores - maxima)
+    return maxima.astype(mx.float32), weights, mx.sum(weights.astype(mx.float32), axis=-1, keepdims=True)

@@ -1,0 +1,50 @@
+"""One part of the context against rows of queries: scores on its packed keys, outputs of its packed values.
+
+Letters: Hk KV heads, M rows (query heads of one KV head, times queries, times sessions), D head dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from .quantize import QuantizedTensor, dequantize, pad_last
+
+
+def compute_dtype(dtype: mx.Dtype) -> mx.Dtype:
+    """float32 on the CPU, whose half-precision quantized matmul is emulated and sums in half precision."""
+    return mx.float32 if mx.default_device().type == mx.cpu else dtype
+
+
+def _operands(tensor: QuantizedTensor, num_tokens: int, compute: mx.Dtype) -> tuple[mx.array, Any, Any]:
+    """Packed words, scales and biases to compute on, for at least `num_tokens` rows.
+
+    Slicing is free on a GPU. The CPU copies a slice of packed words, so there the whole buffer is read and the
+    surplus dropped from the result, unless more than half of it would be surplus.
+    """
+    is_sliced = mx.default_device().type == mx.gpu or num_tokens * 2 < tensor.num_tokens
+    packed, scales, biases = tensor.first(num_tokens if is_sliced else tensor.num_tokens)
+    return packed, scales.astype(compute), biases.astype(compute)
+
+
+def part_scores(rows: mx.array, keys: QuantizedTensor, num_tokens: int, *, unpack: bool = False) -> mx.array:
+    """`rows` [1, Hk, M, D] against one part's keys: [1, Hk, M, num_tokens]; `unpack` dequantizes them first."""
+    plan = keys.plan
+    if unpack or not plan.is_quantized:
+        return rows @ dequantize(keys, num_tokens).astype(rows.dtype).swapaxes(-1, -2)
+    rows = pad_last(rows, plan.padded_dim, mode="constant")
+    operands = _operands(keys, num_tokens, rows.dtype)
+    scores = mx.quantized_matmul(rows, *operands, True, plan.group_size, plan.bits)
+    return scores[..., :num_tokens]
+
+
+def part_output(weights: mx.array, values: QuantizedTensor, num_tokens: int, *, unpack: bool = False) -> mx.array:
+    """`weights` [1, Hk, M, num_tokens] times one part's values: [1, Hk, M, Dv]; `unpack` dequantizes them first."""
+    plan = values.plan
+    if unpack or not plan.is_quantized:
+        return weights @ dequantize(values, num_tokens).astype(weights.dtype)
+    operands = _operands(values, num_tokens, weights.dtype)
+    weights = pad_last(weights, operands[0].shape[2], mode="constant")
+    output = mx.quantized_matmul(weights, *operands, False, plan.group_size, plan.bits)
+    return output[..., : plan.head_dim]
