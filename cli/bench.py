@@ -11,6 +11,7 @@ import typer
 
 from .. import QuantSpec
 from ..bench import HandoffRow, MemoryRow, bench_handoff, bench_memory
+from ..bench_decode import DecodeRow, bench_decode
 from ..errors import InvalidValueError
 from ..measure import machine, report, versions
 from ..model import DEFAULT_MODEL
@@ -79,6 +80,38 @@ def handoff(
     _finish(terminal, "handoff", model, rows)
 
 
+@app.command()
+def decode(
+    model: Model = None,
+    agents: Annotated[str, typer.Option(help="Agents, comma separated.")] = "1,2,4,8",
+    tokens: Annotated[str, typer.Option(help="Shared tokens, comma separated.")] = "512,2048",
+    private: Annotated[int, typer.Option(help="Prompt tokens of each agent's own.", min=1)] = 8,
+    steps: Annotated[int, typer.Option(help="Tokens that each agent decodes in a round.", min=1)] = 8,
+    repeats: Annotated[int, typer.Option(help="Timed rounds behind each median.", min=1)] = 3,
+    bits: Bits = 8,
+    group_size: GroupSize = 64,
+    cache_dir: CacheDir = None,
+    json_only: JsonOnly = False,
+) -> None:
+    """Tokens per second of N agents that decode together on one shared context."""
+    terminal, counts, lengths = Terminal(), _counts(agents, "agents"), _counts(tokens, "tokens")
+    quant = QuantSpec(bits, bits, group_size)
+    lm = load_model(model, cache_dir, terminal)
+    rows = bench_decode(
+        lm,
+        agents=counts,
+        tokens=lengths,
+        private_tokens=private,
+        steps=steps,
+        repeats=repeats,
+        quant=quant,
+        note=terminal.note,
+    )
+    if not json_only:
+        _print_decode(terminal, rows, quant)
+    _finish(terminal, "decode", model, rows)
+
+
 def _finish(terminal: Terminal, name: str, model: str | None, rows: Sequence[Any]) -> None:
     found = report(name, model or DEFAULT_MODEL, [dataclasses.asdict(row) for row in rows])
     print(json.dumps(found), file=terminal.out.file)
@@ -134,3 +167,23 @@ def _print_handoff(terminal: Terminal, rows: list[HandoffRow], quant: QuantSpec)
     ]
     title = f"Handoff by reference, {quant}, then a turn of {rows[0].turn_tokens} tokens"
     _print_rows(terminal, title, ("tokens", lambda row: str(row.tokens)), rows, lines)
+
+
+def _print_decode(terminal: Terminal, rows: list[DecodeRow], quant: QuantSpec) -> None:
+    lines: list[Line] = [
+        ("shared tokens", lambda row: str(row.shared_tokens)),
+        ("tokens/s: ours", lambda row: f"{row.ours_tokens_per_second:.1f}"),
+        ("- mlx-lm, batch", lambda row: f"{row.stock_batch_tokens_per_second:.1f}"),
+        ("- mlx-lm, in turn", lambda row: f"{row.stock_sequential_tokens_per_second:.1f}"),
+        (f"- mlx-lm, in turn, {quant.k_bits} bit", lambda row: f"{row.stock_quantized_tokens_per_second:.1f}"),
+        ("ours / mlx-lm batch", lambda row: f"{row.speedup_vs_stock_batch:.2f}"),
+        ("live bytes: ours", lambda row: format_bytes(row.ours_live_bytes)),
+        ("- floor", lambda row: format_bytes(row.floor_bytes)),
+        ("- mlx-lm, batch", lambda row: format_bytes(row.stock_batch_live_bytes)),
+        ("KV read a step: ours", lambda row: format_bytes(row.kv_bytes_read_per_step)),
+        ("- mlx-lm, batch", lambda row: format_bytes(row.kv_bytes_read_per_step_stock)),
+    ]
+    title = f"Agents that decode together, {quant}; mlx-lm's BatchGenerator in full precision"
+    for start in range(0, len(rows), 4):  # four columns keep within 80 characters
+        part = rows[start : start + 4]
+        _print_rows(terminal, title, ("agents", lambda row: str(row.agents)), part, lines)

@@ -49,10 +49,12 @@ class QuantizedAttention:
 
     `packed_rows` is the largest number of query rows per KV head (R * L) that reads packed bytes
     directly, as decoding always does; more rows amortise one dequantization per layer (mlx-lm #1510,
-    unsloth-zoo #1151). The default is the crossover measured on a CPU. `route` forces a route.
+    unsloth-zoo #1151). `packed_batch_rows` is the same for sessions that decode together, whose rows are
+    folded into plain matmuls. The defaults are the crossovers measured on a CPU. `route` forces a route.
     """
 
     packed_rows: int = 12
+    packed_batch_rows: int = 4
     route: Route | None = None
 
     def decide(self, num_queries: int, gqa_factor: int) -> Decision:
@@ -87,7 +89,7 @@ class QuantizedAttention:
         """
         if isinstance(cache, BatchLayerCache):
             num_rows = queries.shape[1] // cache.spec.n_kv_heads * len(cache.rows)
-            unpack = self.route is Route.DEQUANTIZE or (self.route is None and num_rows > self.packed_rows)
+            unpack = self.route is Route.DEQUANTIZE or (self.route is None and num_rows > self.packed_batch_rows)
             return attend_together(queries, cache, scale=scale, sinks=sinks, unpack=unpack)
         num_heads, num_queries = queries.shape[1:3]
         route = self.decide(num_queries, num_heads // cache.spec.n_kv_heads).route

@@ -109,7 +109,7 @@ class AgentBatch:
         A session that is closed or finds no room in the budget leaves with its error; the others go on. If
         the model itself fails, all stay, at their last consistent length, and the error is raised.
         """
-        events = [event for member in list(self._members.values()) if (event := self._expelled(member))]
+        events = self._expel()
         members = list(self._members.values())
         if not members:
             return events
@@ -162,15 +162,18 @@ class AgentBatch:
             self._can_route = any(all(cache.is_decoding_routed for cache in layers) for layers in caches)
         return self._can_route
 
-    def _expelled(self, member: _Member) -> BatchEvent | None:
-        session = member.session
-        try:
-            if session._is_closed:
-                raise SessionClosedError(f"[AgentBatch] {session.name} was closed")
-            session._make_room(1)
-        except QKVShareError as error:
-            return self._fail(member, error)
-        return None
+    def _expel(self) -> list[BatchEvent]:
+        """Make room for one token of everyone; those that are closed or find none leave."""
+        events, is_clean = [], False
+        for member in list(self._members.values()):
+            session = member.session
+            try:
+                if session._is_closed:
+                    raise SessionClosedError(f"[AgentBatch] {session.name} was closed")
+                is_clean |= session._make_room(1, is_clean=is_clean)
+            except QKVShareError as error:
+                events.append(self._fail(member, error))
+        return events
 
     def _fail(self, member: _Member, error: QKVShareError) -> BatchEvent:
         self.leave(member.session)

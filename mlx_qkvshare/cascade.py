@@ -19,6 +19,7 @@ from .kernels import merge_state_ops
 from .parts import compute_dtype, part_output, part_scores
 
 _LOWEST = -3.0e38  # finite: infinity minus infinity would be NaN
+_STACKED_TOKENS = 256
 
 
 class _Partial(NamedTuple):
@@ -87,8 +88,30 @@ def _spread(partial: _Partial, rows: tuple[int, ...], num_sessions: int) -> _Par
 
 def _tail_partial(rows: mx.array, batch: BatchLayerCache) -> _Partial:
     """Every session over its own private tail. Each holds one token at least, the one of this step."""
+    longest = max(cache.tail_tokens for cache in batch.rows)
+    together = _short_tails if longest <= _STACKED_TOKENS else _long_tails
+    return together(rows, batch, longest)
+
+
+def _short_tails(rows: mx.array, batch: BatchLayerCache, longest: int) -> _Partial:
+    """Tails of a few hundred rows are copied side by side: that costs less than operations for every session."""
+    capacity = max(cache.capacity for cache in batch.rows)
+
+    def side_by_side(role: str) -> mx.array:
+        buffers = [getattr(cache, role) for cache in batch.rows]
+        missing = [capacity - buffer.shape[2] for buffer in buffers]
+        widen = [[(0, 0), (0, 0), (0, count), (0, 0)] for count in missing]
+        padded = [mx.pad(b, w) if n else b for b, w, n in zip(buffers, widen, missing, strict=True)]
+        return mx.concatenate(padded)[:, :, :longest].astype(rows.dtype)
+
+    scores = rows @ side_by_side("keys").swapaxes(-1, -2)
+    ends = mx.array([cache.tail_tokens for cache in batch.rows])[:, None, None, None]
+    maxima, weights, sums = _exponentials(mx.where(mx.arange(longest) < ends, scores, _LOWEST))
+    return _Partial(maxima[..., 0], sums[..., 0], weights @ side_by_side("values"))
+
+
+def _long_tails(rows: mx.array, batch: BatchLayerCache, longest: int) -> _Partial:
     tails = [cache.tail() for cache in batch.rows]
-    longest = max(keys.shape[2] for keys, _ in tails)
     scores = []
     for row, (keys, _) in enumerate(tails):
         found = rows[row : row + 1] @ keys.astype(rows.dtype).swapaxes(-1, -2)

@@ -160,17 +160,22 @@ class TokenContext:
                 f"[AgentSession {self.name}] needed {needed} positions, available {self.max_context_tokens}"
             )
 
-    def _make_room(self, num_tokens: int) -> None:
-        """Grow every layer's tail for `num_tokens` more, or raise `BudgetExceededError` and grow none."""
+    def _make_room(self, num_tokens: int, *, is_clean: bool = False) -> bool:
+        """Grow every layer's tail for `num_tokens` more, or raise `BudgetExceededError` and grow none.
+
+        True if it grew. `is_clean` says that MLX's buffer cache was emptied just before.
+        """
         stop = len(self._tail_ids) + num_tokens
         if all(cache.capacity >= stop for cache in self._caches):
-            return
+            return False
         self._prefix.reserve_tail(tail_capacity(stop))
-        # MLX hands out cached buffers up to two pages too large, which on a short tail is a third: start clean.
-        mx.clear_cache()
+        if not is_clean:
+            # MLX hands out cached buffers up to two pages too large, which on a short tail is a third.
+            mx.clear_cache()
         for cache in self._caches:
             cache.grow(tail_capacity(stop))
         mx.eval([cache.state for cache in self._caches])
+        return True
 
     def _run(self, token_ids: mx.array, caches: list[LayerCache] | None = None) -> mx.array:
         """Logits [L, V], lazy, of `token_ids` [L] behind all that is cached."""

@@ -64,7 +64,7 @@ def alone(session, token):
 
 @pytest.mark.parametrize("attention", ROUTES, ids=["packed", "dequantize", "default"])
 @pytest.mark.parametrize("quant", [QuantSpec(), QuantSpec(4, 3, 32), QuantSpec(16, 16)], ids=str)
-@pytest.mark.parametrize("tails", [(1, 7, 13), (3, 13, 40, 137), (5,)], ids=str)
+@pytest.mark.parametrize("tails", [(1, 7, 13), (3, 13, 40, 137), (300, 2), (5,)], ids=str)
 def test_b5_b60_sessions_of_any_length_step_together_as_alone(tails, quant, attention):
     _, sessions = team(len(tails), quant=quant, tails=tails)
     tokens = [200 + 3 * i for i in range(len(tails))]
