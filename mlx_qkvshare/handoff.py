@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import time
 from dataclasses import dataclass
 
@@ -10,6 +11,8 @@ from .manager import SharedKVCacheManager
 from .package import HandoffPackage
 from .segment import SegmentView
 from .session import AgentSession
+
+_KEPT_RECORDS = 4096
 
 
 @dataclass(frozen=True)
@@ -31,11 +34,14 @@ class HandoffRecord:
 
 
 class HandoffCoordinator:
-    """Hands contexts over between the sessions of one manager; any agent to any other, from any thread."""
+    """Hands contexts over between the sessions of one manager; any agent to any other, from any thread.
+
+    `records` holds the latest few thousand handoffs.
+    """
 
     def __init__(self, manager: SharedKVCacheManager):
         self.manager = manager
-        self.records: list[HandoffRecord] = []
+        self.records: collections.deque[HandoffRecord] = collections.deque(maxlen=_KEPT_RECORDS)
 
     def request_handoff(
         self, sender: AgentSession, receiver: AgentSession, *, keep_sender: bool = False, verify: bool = False
