@@ -241,10 +241,10 @@ def test_the_record_says_what_happened(team):
     assert record.bytes_referenced == expected == sum(a.nbytes for s in words(team.writer.prefix) for a in s)
     assert record.seal_seconds > 0 and record.handoff_seconds > 0
     assert team.manager.stats().used_bytes == expected < used
-    assert team.coordinator.records == [record] and team.planner.num_tokens == 0
+    assert list(team.coordinator.records) == [record] and team.planner.num_tokens == 0
     kept = team.coordinator.request_handoff(team.writer, team.researcher, keep_sender=True)
     assert team.writer.token_ids == team.researcher.token_ids and kept.reused_tokens == record.reused_tokens
-    assert team.coordinator.records == [record, kept] and kept.sender == "writer"
+    assert list(team.coordinator.records) == [record, kept] and kept.sender == "writer"
 
 
 def test_a_short_handoff_references_whole_segments_but_reuses_its_tokens(team):
