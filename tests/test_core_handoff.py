@@ -58,6 +58,12 @@ def team():
     team.manager.check_integrity()
 
 
+def test_generate_kv_cache_is_a_prefill_that_gives_the_caches(team):
+    caches = team.writer.generate_kv_cache([*CONTEXT, 5])
+    assert caches is team.writer.caches and {cache.offset for cache in caches} == {len(CONTEXT) + 1}
+    assert team.writer.last_prefill.reused_tokens == len(CONTEXT), "the planner's segments, by reference"
+
+
 # --- the package -----------------------------------------------------------------------------------
 
 
