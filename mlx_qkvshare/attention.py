@@ -58,15 +58,22 @@ class QuantizedAttention:
     route: Route | None = None
 
     def decide(self, num_queries: int, gqa_factor: int) -> Decision:
-        """Choose the route for L = `num_queries` new tokens and R = `gqa_factor`."""
+        """Choose the route of one session for L = `num_queries` new tokens and R = `gqa_factor`."""
+        rows = num_queries * gqa_factor
+        if num_queries == 1 and self.route is None:
+            return Decision(Route.PACKED, f"{rows} rows per KV head, decoding")
+        return self._by_rows(rows, self.packed_rows)
+
+    def decide_batch(self, num_sessions: int, gqa_factor: int) -> Decision:
+        """Choose the route of `num_sessions` sessions that decode one token each together."""
+        return self._by_rows(num_sessions * gqa_factor, self.packed_batch_rows)
+
+    def _by_rows(self, rows: int, limit: int) -> Decision:
         if self.route is not None:
             return Decision(self.route, "as asked")
-        rows = num_queries * gqa_factor
-        if num_queries == 1:
-            return Decision(Route.PACKED, f"{rows} rows per KV head, decoding")
-        if rows <= self.packed_rows:
-            return Decision(Route.PACKED, f"{rows} rows per KV head, at most {self.packed_rows}")
-        return Decision(Route.DEQUANTIZE, f"{rows} rows per KV head, more than {self.packed_rows}")
+        if rows <= limit:
+            return Decision(Route.PACKED, f"{rows} rows per KV head, at most {limit}")
+        return Decision(Route.DEQUANTIZE, f"{rows} rows per KV head, more than {limit}")
 
     def attend(
         self,
@@ -87,12 +94,12 @@ class QuantizedAttention:
 
         A `BatchLayerCache` takes one query of every session, [N, H, 1, D], and no mask.
         """
-        if isinstance(cache, BatchLayerCache):
-            num_rows = queries.shape[1] // cache.spec.n_kv_heads * len(cache.rows)
-            unpack = self.route is Route.DEQUANTIZE or (self.route is None and num_rows > self.packed_batch_rows)
-            return attend_together(queries, cache, scale=scale, sinks=sinks, unpack=unpack)
         num_heads, num_queries = queries.shape[1:3]
-        route = self.decide(num_queries, num_heads // cache.spec.n_kv_heads).route
+        gqa_factor = num_heads // cache.spec.n_kv_heads
+        if isinstance(cache, BatchLayerCache):
+            unpack = self.decide_batch(len(cache.rows), gqa_factor).route is Route.DEQUANTIZE
+            return attend_together(queries, cache, scale=scale, sinks=sinks, unpack=unpack)
+        route = self.decide(num_queries, gqa_factor).route
         if cache.shared_tokens == 0 or route is Route.DEQUANTIZE:
             keys, values = cache.keys_and_values()
             return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)

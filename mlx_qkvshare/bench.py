@@ -71,6 +71,11 @@ class HandoffRow:
 # --- mlx-lm as it ships ---------------------------------------------------------------------------
 
 
+def stock_quantized(layers: Sequence[Any], quant: QuantSpec) -> list[Any]:
+    """mlx-lm's quantized caches of the same tokens."""
+    return [layer.to_quantized(group_size=quant.group_size, bits=quant.k_bits) for layer in layers]
+
+
 class StockCache:
     """mlx-lm's own prompt cache of `tokens`, prefilled in full precision; quantized after that with `quant`."""
 
@@ -82,8 +87,7 @@ class StockCache:
             for _ in self._generate(tokens, max_tokens=0):
                 pass
         if quant is not None:
-            bits, group_size = quant.k_bits, quant.group_size
-            self.layers = [layer.to_quantized(group_size=group_size, bits=bits) for layer in self.layers]
+            self.layers = stock_quantized(self.layers, quant)
         self.evaluate()
 
     def _generate(self, tokens: Sequence[int], max_tokens: int = -1) -> Any:

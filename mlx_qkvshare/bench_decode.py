@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from .batch import AgentBatch
-from .bench import StockCache
+from .bench import StockCache, stock_quantized
 from .manager import SharedKVCacheManager
 from .measure import interleaved_medians, live_bytes, sample_tokens, seconds
 from .session import AgentSession
@@ -179,7 +179,7 @@ class _StockSequential:
         for turn in turns:
             cache = copy.deepcopy(full.layers)
             if quant is not None:
-                cache = [layer.to_quantized(group_size=quant.group_size, bits=quant.k_bits) for layer in cache]
+                cache = stock_quantized(cache, quant)
                 mx.eval([layer.state for layer in cache])
             steps = generate_step(mx.array(turn), lm.model, prompt_cache=cache, max_tokens=-1)
             next(steps)

@@ -70,14 +70,13 @@ class HandoffCoordinator:
         return self._record(package, receiver, copied, 0.0, time.perf_counter() - started)
 
     def _receive(self, package: HandoffPackage, receiver: AgentSession, verify: bool) -> int:
-        """Bytes of the arrays that the receiver reads and that the manager did not hold before."""
+        """Bytes of the arrays that the receiver reads and that were not the package's own before."""
         with self.manager.handoff_lock:
-            self.validate(package, verify=verify)
-            before = {id(array) for segment in self.manager.segments() for array in segment.arrays()}
+            stored = self._check(package, verify)
             receiver.receive_state(package)
             self.manager.last_sequence[package.sender_id] = package.sequence
             read = [array for view in receiver.prefix.views for array in view.segment.arrays()]
-            return receiver.private_bytes + sum(array.nbytes for array in read if id(array) not in before)
+            return receiver.private_bytes + sum(array.nbytes for array in read if id(array) not in stored)
 
     def _record(
         self, package: HandoffPackage, receiver: AgentSession, copied: int, seal_seconds: float, seconds: float
@@ -102,6 +101,10 @@ class HandoffCoordinator:
         (against replay), spans contiguous from 0, live slots with the same tokens and checksums, and
         with `verify` the packed bytes themselves.
         """
+        self._check(package, verify)
+
+    def _check(self, package: HandoffPackage, verify: bool) -> set[int]:
+        """`validate`; the ids of the arrays that the package names."""
         manager = self.manager
         if package.manager != manager.id:
             raise HandoffError(f"[validate] manager: expected {manager.id}, got {package.manager}")
@@ -117,7 +120,7 @@ class HandoffCoordinator:
             if span.start != stop or not 0 < span.length <= len(span.token_ids):
                 raise HandoffError(f"[validate] span: expected one from token {stop}, got {span.start}+{span.length}")
             stop = span.start + span.length
-        prefix = manager.get_shared_kv_cache((span.slot, span.length) for span in package.spans)
+        prefix = manager.get_shared_kv_cache(package.slots)
         try:
             if not _same_tokens(package, prefix.views):
                 raise HandoffError("[validate] token_ids: expected the stored segments' tokens, got others")
@@ -132,6 +135,7 @@ class HandoffCoordinator:
                 found = view.segment.compute_checksum()
                 if found != view.segment.checksum:
                     raise IntegrityError(f"[validate] checksum: expected {view.segment.checksum}, got {found}")
+            return {id(array) for view in prefix.views for array in view.segment.arrays()}
         finally:
             prefix.release()
 

@@ -55,6 +55,11 @@ class HandoffPackage:
         return sum(span.length for span in self.spans)
 
     @property
+    def slots(self) -> list[tuple[int, int]]:
+        """(slot, length) of every span, as the manager resolves them."""
+        return [(span.slot, span.length) for span in self.spans]
+
+    @property
     def token_ids(self) -> list[int]:
         return list(itertools.chain.from_iterable(span.token_ids[: span.length] for span in self.spans))
 

@@ -333,7 +333,7 @@ class AgentSession(TokenContext):
         with self._working():
             if package.manager != self.manager.id:
                 raise HandoffError(f"[receive_state] manager: expected {self.manager.id}, got {package.manager}")
-            prefix = self.manager.get_shared_kv_cache((span.slot, span.length) for span in package.spans)
+            prefix = self.manager.get_shared_kv_cache(package.slots)
             self._adopt(prefix)
             self.messages, self._base_tokens = list(package.messages), package.base_tokens
             self._role_is_due = True
