@@ -12,9 +12,11 @@ from .manager import SharedKVCacheManager
 from .package import HandoffPackage
 from .prefix import SharedPrefix
 from .sampling import Sampling
+from .scheduler import AgentScheduler, SchedulerStats
 from .segment import SegmentView, SharedSegment
 from .session import AgentSession, StreamChunk
 from .spec import CacheSpec, QuantSpec
+from .task import AgentTask, Priority, Task
 
 if TYPE_CHECKING:
     from .model import LoadedModel, load
@@ -23,7 +25,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AgentBatch",
+    "AgentScheduler",
     "AgentSession",
+    "AgentTask",
     "BatchEvent",
     "CacheSpec",
     "HandoffCoordinator",
@@ -32,16 +36,19 @@ __all__ = [
     "LayerCache",
     "LoadedModel",
     "Message",
+    "Priority",
     "QKVShareError",
     "QuantSpec",
     "QuantizedAttention",
     "Route",
     "Sampling",
+    "SchedulerStats",
     "SegmentView",
     "SharedKVCacheManager",
     "SharedPrefix",
     "SharedSegment",
     "StreamChunk",
+    "Task",
     "load",
     "quantized_attention",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -33,6 +33,44 @@ class _Member:
     token: mx.array
     is_nan: mx.array  # are the logits that `token` was picked from NaN?
     num_left: int
+
+
+class Joining:
+    """A session on its way into a batch: its prompt is prefilled in chunks. Busy for everybody else meanwhile."""
+
+    def __init__(
+        self,
+        batch: AgentBatch,
+        session: AgentSession,
+        turn: Turn,
+        num_left: int,
+        max_tokens: int,
+        held: contextlib.ExitStack,
+    ):
+        self.session, self.num_left = session, num_left
+        """`num_left`: prompt tokens that are not computed yet."""
+        self._batch, self._turn, self._max_tokens, self._held = batch, turn, max_tokens, held
+
+    def advance(self, max_tokens: int | None = None) -> bool:
+        """Prefill one chunk of at most `max_tokens` more tokens; True as soon as the session is in the batch.
+
+        Raises what `AgentSession.stream` raises; the session is at its last consistent length then, and free.
+        """
+        with self._held.pop_all() as held:
+            if self.num_left:
+                try:
+                    self.num_left = self._turn.prefilling.send(max_tokens)
+                except StopIteration:
+                    self.num_left = 0
+            if self.num_left == 0:
+                self._batch._add(self.session, self._turn, held, self._max_tokens)
+                return True
+            self._held = held.pop_all()
+            return False
+
+    def abandon(self) -> None:
+        """Let the session go. What was computed of a message's prompt is kept for a retry."""
+        self._held.close()
 
 
 class AgentBatch:
@@ -70,11 +108,34 @@ class AgentBatch:
         *,
         max_tokens: int = 256,
         ignore_eos: bool = False,
+        stop: str | Sequence[str] = (),
         progress: Progress | None = None,
     ) -> None:
         """Prefill `prompt` as `AgentSession.stream` does, and take part in the steps from now on.
 
         Raises what `stream` raises, and leaves the batch as it was then.
+        """
+        joining = self.begin(
+            session, prompt, max_tokens=max_tokens, ignore_eos=ignore_eos, stop=stop, progress=progress
+        )
+        while not joining.advance():
+            pass
+
+    def begin(
+        self,
+        session: AgentSession,
+        prompt: str | Sequence[int] | None = None,
+        *,
+        max_tokens: int = 256,
+        ignore_eos: bool = False,
+        stop: str | Sequence[str] = (),
+        progress: Progress | None = None,
+        is_budgeted: bool = False,
+    ) -> Joining:
+        """`join` in steps, so that the batch may go on in between: nothing is computed yet.
+
+        With `is_budgeted` the bytes of the whole reply are taken into the manager's budget at once, so that it
+        cannot run out half-way; what was not used is given back at the end.
         """
         if session.manager is not self.manager:
             raise InvalidValueError(f"[AgentBatch.join] {session.name}: expected a session of the batch's manager")
@@ -82,10 +143,15 @@ class AgentBatch:
             raise InvalidValueError(f"[AgentBatch.join] {session.name}: expected the model of the other sessions")
         with contextlib.ExitStack() as stack:
             stack.enter_context(session._working())
-            turn = stack.enter_context(session._turn(prompt, max_tokens, ignore_eos, progress))
-            token = session._pick(session._next_logits(), 0)
-            mx.eval(token)
-            self._members[session] = _Member(session, turn, stack.pop_all(), token, mx.array(False), max_tokens)
+            turn = stack.enter_context(
+                session._turn(prompt, max_tokens, ignore_eos, stop, progress, is_budgeted=is_budgeted)
+            )
+            return Joining(self, session, turn, next(turn.prefilling, 0), max_tokens, stack.pop_all())
+
+    def _add(self, session: AgentSession, turn: Turn, held: contextlib.ExitStack, max_tokens: int) -> None:
+        token = session._pick(session._next_logits(), 0)
+        mx.eval(token)
+        self._members[session] = _Member(session, turn, held.pop_all(), token, mx.array(False), max_tokens)
 
     def leave(self, session: AgentSession) -> None:
         """End the session's turn here; what was shown is in its conversation. Not being in is harmless."""
@@ -103,18 +169,22 @@ class AgentBatch:
         while self._members:
             yield from self.step()
 
-    def step(self) -> list[BatchEvent]:
-        """One token for every session, in the order in which they joined; the finished ones leave.
+    def step(self, sessions: Collection[AgentSession] | None = None) -> list[BatchEvent]:
+        """One token for every session, or those of `sessions`, in the order in which they joined.
 
-        A session that is closed or finds no room in the budget leaves with its error; the others go on. If
-        the model itself fails, all stay, at their last consistent length, and the error is raised.
+        The finished ones leave. A session that is closed or finds no room in the budget leaves with its error;
+        the others go on. If the model itself fails, all stay, at their last consistent length, and the error is
+        raised.
         """
-        events = self._expel()
-        members = list(self._members.values())
+        chosen = [m for s, m in self._members.items() if sessions is None or s in sessions]
+        events = self._expel(chosen)
+        members = [member for member in chosen if member.session in self._members]
         if not members:
             return events
         try:
             tokens = mx.stack([member.token for member in members])
+            spoiled = mx.stack([member.is_nan for member in members])
+            mx.async_eval(tokens, spoiled)  # apart, so that they can be read while the step behind them runs
             logits = self._forward(members, tokens)
             is_nan = mx.any(mx.isnan(logits), axis=-1)
             following = [
@@ -122,17 +192,17 @@ class AgentBatch:
                 for row, member in enumerate(members)
             ]
             mx.async_eval(is_nan, *following)
-            values, spoiled = tokens.tolist(), mx.stack([member.is_nan for member in members]).tolist()
+            picked: Any = list(zip(tokens.tolist(), spoiled.tolist(), strict=True))
         except BaseException:
             for member in members:
                 member.session._roll_back()
             raise
-        for row, member in enumerate(members):
-            if spoiled[row]:  # type: ignore[index]
+        for row, (member, (token, is_spoiled)) in enumerate(zip(members, picked, strict=True)):
+            if is_spoiled:
                 member.session._rewind(1)  # the keys and values of the token before are not finite either
                 events.append(self._fail(member, nan_error(member.session._model.spec.fingerprint.architecture)))
                 continue
-            member.session._accept(int(values[row]), logits[row])  # type: ignore[index, arg-type]
+            member.session._accept(token, logits[row])
             member.token, member.is_nan, member.num_left = following[row], is_nan[row], member.num_left - 1
             events.append(BatchEvent(member.session, member.turn.show(member.session._tail_ids[-1]), None))
             if member.turn.is_done:
@@ -162,10 +232,10 @@ class AgentBatch:
             self._can_route = any(all(cache.is_decoding_routed for cache in layers) for layers in caches)
         return self._can_route
 
-    def _expel(self) -> list[BatchEvent]:
-        """Make room for one token of everyone; those that are closed or find none leave."""
+    def _expel(self, members: list[_Member]) -> list[BatchEvent]:
+        """Make room for one token of each; those that are closed or find none leave."""
         events, is_clean = [], False
-        for member in list(self._members.values()):
+        for member in members:
             session = member.session
             try:
                 if session._is_closed:

@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from .batch_cache import BatchLayerCache, SegmentGroup
 from .kernels import merge_state_ops
-from .parts import compute_dtype, part_output, part_scores
+from .parts import compute_dtype, exponential, part_output, part_scores
 
 _LOWEST = -3.0e38  # finite: infinity minus infinity would be NaN
 _STACKED_TOKENS = 256
@@ -128,5 +128,5 @@ def _long_tails(rows: mx.array, batch: BatchLayerCache, longest: int) -> _Partia
 def _exponentials(scores: mx.array) -> tuple[mx.array, mx.array, mx.array]:
     """Row maxima [.., 1], exp(score - maximum) in the scores' dtype, and its sums [.., 1] in float32."""
     maxima = mx.max(scores, axis=-1, keepdims=True)
-    weights = mx.exp(scores - maxima)
+    weights = exponential(scores - maxima)
     return maxima.astype(mx.float32), weights, mx.sum(weights.astype(mx.float32), axis=-1, keepdims=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from .attention import QuantizedAttention, nan_error, quantized_attention, require_finite
 from .errors import (
+    BudgetExceededError,
     ContextLimitError,
     FingerprintMismatchError,
     IntegrityError,
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int], None]
 Sampler = Callable[[mx.array], mx.array]
+Prefilling = Generator[int, int | None]
+"""A prefill in steps, so that others may run in between: it yields how many tokens are left before every chunk, and
+may be sent how many the chunk may have at most. Up to the first yield nothing is computed."""
 
 # The last rows of a prefill run alone: logits, the widest matrix of all, are then made for few rows only.
 _LAST_CHUNK_TOKENS = 32
@@ -119,31 +123,44 @@ class TokenContext:
 
     # --- prefill -----------------------------------------------------------------------------------
 
-    def _prefill(self, wanted: list[int], progress: Progress | None = None, *, reserve: int = 0) -> PrefillReport:
-        """Hold exactly `wanted`, with room for `reserve` more: keep or find what there is of it, compute the rest."""
+    def _prefill(self, wanted: list[int], progress: Progress | None = None) -> PrefillReport:
+        """Hold exactly `wanted`: keep or find what there is of it, compute the rest."""
+        run_through(self._prefilling(wanted, progress))
+        return self.last_prefill
+
+    def _prefilling(
+        self, wanted: list[int], progress: Progress | None = None, *, reserve: int = 0, is_budgeted: bool = False
+    ) -> Prefilling:
+        """`_prefill` in steps, see `Prefilling`. `reserve` more tokens must fit, with `is_budgeted` in bytes, too."""
         self._check_room(len(wanted) + reserve)
         held = self.token_ids
         shorter = min(len(held), len(wanted))
         common = next((i for i in range(shorter) if held[i] != wanted[i]), shorter)
-        stored = self.manager.match_prefix(wanted, held_tokens=common)
+        kept, stored = common, self.manager.match_prefix(wanted, held_tokens=common)
         if stored.num_tokens > common:
             self._adopt(stored)
             common = stored.num_tokens
         else:
             stored.release()
             self._rewind(len(held) - common)
-        self._compute(wanted[common:], progress)
+        try:
+            self._make_room(len(wanted) - common, spare_tokens=reserve if is_budgeted else 0)
+        except BudgetExceededError:
+            self._rewind(common - kept)  # one that finds no room must not keep others' from being evicted
+            raise
+        yield from self._computing(wanted[common:], progress)
         self.last_prefill = PrefillReport(common, len(wanted) - common)
-        return self.last_prefill
 
-    def _compute(self, token_ids: list[int], progress: Progress | None = None) -> None:
-        total, done = len(token_ids), 0
-        self._make_room(total)
-        for size in _chunk_sizes(total, self._step):
-            chunk = token_ids[done : done + size]
+    def _computing(self, token_ids: list[int], progress: Progress | None = None) -> Prefilling:
+        """Append `token_ids`, for which there is room, by running the model on them in steps."""
+        total = left = len(token_ids)
+        while left:
+            limit = yield left
+            size = _chunk_size(left, self._step if limit is None else max(1, min(limit, self._step)))
+            chunk = token_ids[total - left : total - left + size]
             logits = self._run(mx.array(chunk))[-1]
-            done += size
-            if done == total:
+            left -= size
+            if left == 0:
                 mx.eval(logits, [cache.state for cache in self._caches])
                 self._require_finite(logits)
                 self._logits = logits
@@ -152,7 +169,7 @@ class TokenContext:
             self._tail_ids.extend(chunk)
             mx.clear_cache()
             if progress:
-                progress(done, total)
+                progress(total - left, total)
 
     def _check_room(self, needed: int) -> None:
         if needed > self.max_context_tokens:
@@ -160,12 +177,15 @@ class TokenContext:
                 f"[AgentSession {self.name}] needed {needed} positions, available {self.max_context_tokens}"
             )
 
-    def _make_room(self, num_tokens: int, *, is_clean: bool = False) -> bool:
+    def _make_room(self, num_tokens: int, *, spare_tokens: int = 0, is_clean: bool = False) -> bool:
         """Grow every layer's tail for `num_tokens` more, or raise `BudgetExceededError` and grow none.
 
-        True if it grew. `is_clean` says that MLX's buffer cache was emptied just before.
+        True if it grew. `spare_tokens` behind them are budgeted, for later. `is_clean` says that MLX's buffer
+        cache was emptied just before.
         """
         stop = len(self._tail_ids) + num_tokens
+        if spare_tokens:
+            self._prefix.reserve_tail(tail_capacity(stop + spare_tokens))
         if all(cache.capacity >= stop for cache in self._caches):
             return False
         self._prefix.reserve_tail(tail_capacity(stop))
@@ -236,7 +256,7 @@ class TokenContext:
         tail = list(self._tail_ids)
         try:
             self._rewind(1)
-            self._compute(tail[-1:])
+            run_through(self._computing(tail[-1:]))
         except BaseException:
             self._tail_ids = tail  # its row is still there
             raise
@@ -363,9 +383,13 @@ class _Spare:
         self._prefix.release()
 
 
-def _chunk_sizes(total: int, step: int) -> list[int]:
-    if total <= min(step, 2 * _LAST_CHUNK_TOKENS):
-        return [total] if total else []
-    last = min(step, _LAST_CHUNK_TOKENS)
-    body = total - last
-    return [min(step, body - done) for done in range(0, body, step)] + [last]
+def run_through(steps: Prefilling) -> None:
+    for _ in steps:
+        pass
+
+
+def _chunk_size(left: int, limit: int) -> int:
+    """Tokens of the next chunk when `left` are missing and at most `limit` may run at once."""
+    if left <= min(limit, 2 * _LAST_CHUNK_TOKENS):
+        return left
+    return min(limit, left - min(limit, _LAST_CHUNK_TOKENS))

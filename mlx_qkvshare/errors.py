@@ -51,3 +51,27 @@ class FingerprintMismatchError(HandoffError):
 
 class IntegrityError(QKVShareError):
     """A checksum or an accounting equation does not hold; the message states both sides."""
+
+
+class TaskCancelledError(QKVShareError):
+    """The task was cancelled, or its scheduler closed; what was generated before stays in the conversation."""
+
+
+class DeadlineExceededError(QKVShareError):
+    """The task's deadline passed; what was generated before stays in the conversation."""
+
+
+class DependencyError(QKVShareError):
+    """A task that this one was to come after did not succeed; nothing of this one was run."""
+
+
+class TaskFailedError(QKVShareError):
+    """The model, a sampler or a callback raised; the cause is chained. The session is at its last consistent length."""
+
+
+class QueueFullError(QKVShareError):
+    """As many tasks are waiting as the scheduler takes; try again later."""
+
+
+class SchedulerClosedError(QKVShareError):
+    """The scheduler was closed and takes no more work."""

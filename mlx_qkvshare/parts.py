@@ -5,11 +5,21 @@ Letters: Hk KV heads, M rows (query heads of one KV head, times queries, times s
 
 from __future__ import annotations
 
+import math
+import platform
 from typing import Any
 
 import mlx.core as mx
 
 from .quantize import QuantizedTensor, dequantize, pad_last
+
+_IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
+
+
+def exponential(x: mx.array) -> mx.array:
+    """e to the power of `x`. MLX's own is not vectorized on x86, where the C library's power is twice as fast."""
+    is_slow = _IS_X86 and x.dtype == mx.float32 and mx.default_device().type == mx.cpu
+    return mx.power(math.e, x) if is_slow else mx.exp(x)
 
 
 def compute_dtype(dtype: mx.Dtype) -> mx.Dtype:

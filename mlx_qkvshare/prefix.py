@@ -86,6 +86,11 @@ class SharedPrefix:
         if num_rows > self.holding.private_rows:
             self._owner.charge_private(self.holding, num_rows)
 
+    def trim_tail(self, num_rows: int) -> None:
+        """Give back what is budgeted beyond `num_rows` rows."""
+        if num_rows < self.holding.private_rows:
+            self._owner.charge_private(self.holding, num_rows)
+
     def release_tail(self) -> None:
         self._owner.charge_private(self.holding, 0)
 

@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from .attention import QuantizedAttention
 from .chat import ChatFormat, Message
-from .context import PrefillReport, Progress, Sampler, TokenContext
+from .context import Prefilling, PrefillReport, Progress, Sampler, TokenContext, run_through
 from .errors import HandoffError, InvalidValueError
 from .layer_cache import LayerCache
 from .manager import SharedKVCacheManager
@@ -32,26 +32,53 @@ class StreamChunk(NamedTuple):
 
 
 class Turn:
-    """The text side of one generation: whole characters out of tokens, and when to stop."""
+    """One generation: the prefill in front of it, whole characters out of tokens, and when to stop."""
 
-    def __init__(self, tokenizer: Any, max_tokens: int, ignore_eos: bool):
+    def __init__(self, tokenizer: Any, max_tokens: int, ignore_eos: bool, stop: Sequence[str]):
         self._detokenizer = tokenizer.detokenizer
         self._ends = () if ignore_eos else tokenizer.eos_token_ids
         self._max_tokens, self._num_shown = max_tokens, 0
-        self.text, self.is_done = "", False
+        self._stop, self._held_back = stop, ""
+        self.prefilling: Prefilling = _nothing()
+        self.is_begun = self.is_answer = self.is_done = self.is_cut = False
+        self.text = ""
         self.token_ids: list[int] = []  # without the end-of-turn token
 
     def show(self, token: int) -> StreamChunk:
         self._num_shown += 1
-        reason = "stop" if token in self._ends else "length" if self._num_shown == self._max_tokens else None
-        if reason != "stop":
+        is_end, is_last = token in self._ends, self._num_shown == self._max_tokens
+        if not is_end:
             self._detokenizer.add_token(token)
             self.token_ids.append(token)
-        if reason:
+        if is_end or is_last:
             self._detokenizer.finalize()
-        text = self._detokenizer.last_segment
+        text = self._up_to_stop(self._held_back + self._detokenizer.last_segment, is_whole=is_end or is_last)
+        reason = "stop" if is_end or self.is_cut else "length" if is_last else None
         self.text, self.is_done = self.text + text, reason is not None
         return StreamChunk(text, token, reason)
+
+    def _up_to_stop(self, text: str, *, is_whole: bool) -> str:
+        """`text` in front of the first stop string; the end of it that may begin one is held back for now."""
+        found = [place for stop in self._stop if (place := text.find(stop)) >= 0]
+        self.is_cut = bool(found)
+        if found:
+            return text[: min(found)]
+        beginnings = (stop[:size] for stop in self._stop for size in range(1, len(stop)))
+        keep = 0 if is_whole else max((len(part) for part in beginnings if text.endswith(part)), default=0)
+        self._held_back = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _nothing() -> Prefilling:
+    yield from ()
+
+
+def stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
+    """One string or several, none of them empty."""
+    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(isinstance(text, str) and text for text in strings):
+        raise InvalidValueError(f"[AgentSession] stop: expected strings that are not empty, got {stop!r}")
+    return strings
 
 
 class AgentSession(TokenContext):
@@ -121,7 +148,8 @@ class AgentSession(TokenContext):
             ContextLimitError, BudgetExceededError: before any token is computed.
         """
         with self._working():
-            return self._prefill_raw(token_ids, progress)
+            run_through(self._appending(token_ids, progress))
+            return self.last_prefill
 
     def generate_kv_cache(self, token_ids: Sequence[int], *, progress: Progress | None = None) -> list[LayerCache]:
         """`prefill`, returning the caches."""
@@ -155,18 +183,15 @@ class AgentSession(TokenContext):
             self._start_conversation_here()
             return token
 
-    def _prefill_raw(
-        self, token_ids: Sequence[int], progress: Progress | None = None, *, reserve: int = 0
-    ) -> PrefillReport:
+    def _appending(self, token_ids: Sequence[int], progress: Progress | None, **room: Any) -> Prefilling:
         start = self.num_tokens
         try:
-            report = self._prefill([*self.token_ids, *token_ids], progress, reserve=reserve)
+            yield from self._prefilling([*self.token_ids, *token_ids], progress, **room)
         except BaseException:  # a retry must not append the first chunks twice
             self._roll_back()
             self._rewind(max(0, self.num_tokens - start))
             raise
         self._start_conversation_here()
-        return report
 
     def _start_conversation_here(self) -> None:
         """Tokens given as ids are context that no message stands for: later turns come behind them."""
@@ -180,69 +205,112 @@ class AgentSession(TokenContext):
         *,
         max_tokens: int = 256,
         ignore_eos: bool = False,
+        stop: str | Sequence[str] = (),
         progress: Progress | None = None,
     ) -> Generator[StreamChunk]:
         """Generate until the end of the turn (unless `ignore_eos`) or `max_tokens`, a `StreamChunk` per token.
 
         `prompt` is the user's next message (str), token ids to append, or None to go on from what is held.
+        Text ends in front of the first of the `stop` strings, of which no beginning is shown either.
         The reply joins `messages` when it answers a message, also when the iterator is dropped half-way.
         """
-        with self._working(), self._turn(prompt, max_tokens, ignore_eos, progress) as turn:
+        with self._working(), self._turn(prompt, max_tokens, ignore_eos, stop, progress) as turn:
+            run_through(turn.prefilling)
             for token in self._tokens(max_tokens):
                 yield turn.show(token)
                 if turn.is_done:
                     return
 
-    def reply(self, prompt: str | Sequence[int] | None = None, *, max_tokens: int = 256) -> str:
+    def reply(
+        self,
+        prompt: str | Sequence[int] | None = None,
+        *,
+        max_tokens: int = 256,
+        stop: str | Sequence[str] = (),
+    ) -> str:
         """The whole text of `stream`."""
-        return "".join(chunk.text for chunk in self.stream(prompt, max_tokens=max_tokens))
+        return "".join(chunk.text for chunk in self.stream(prompt, max_tokens=max_tokens, stop=stop))
 
     @contextlib.contextmanager
     def _turn(
-        self, prompt: str | Sequence[int] | None, max_tokens: int, ignore_eos: bool, progress: Progress | None = None
+        self,
+        prompt: str | Sequence[int] | None,
+        max_tokens: int,
+        ignore_eos: bool,
+        stop: str | Sequence[str],
+        progress: Progress | None = None,
+        *,
+        is_budgeted: bool = False,
     ) -> Iterator[Turn]:
-        """Prefill what `prompt` adds; inside, tokens are shown through the turn; after, the conversation has it."""
+        """A turn to prefill and then to show tokens through; after the block the conversation has it.
+
+        With `is_budgeted` the prefill takes the bytes of the whole reply into the budget as well.
+        """
         if max_tokens <= 0:
             raise InvalidValueError(f"[AgentSession {self.name}] max_tokens: expected > 0, got {max_tokens}")
         self._num_unanswered = 0
-        if isinstance(prompt, str):
-            self._say(prompt, progress, reserve=max_tokens)
-        elif prompt is not None:
-            self._prefill_raw(prompt, progress, reserve=max_tokens)
-        else:
-            self._check_room(self.num_tokens + max_tokens)
-        is_answer = bool(self.messages) and self.messages[-1].role == "user"
-        turn = Turn(self._model.tokenizer, max_tokens, ignore_eos)
+        turn = Turn(self._model.tokenizer, max_tokens, ignore_eos, stop_strings(stop))
+        turn.prefilling = self._beginning(turn, prompt, progress, reserve=max_tokens, is_budgeted=is_budgeted)
         try:
             yield turn
         finally:
+            turn.prefilling.close()
             self._logits = None  # 4 bytes a word of the vocabulary: too much to keep for every idle agent
-            if not is_answer:
-                self._start_conversation_here()
-            elif turn.token_ids or turn.is_done:
-                self.messages.append(Message("assistant", turn.text, self.name, tuple(turn.token_ids)))
-            else:  # failed before the first token: a retry finds the conversation as it was
-                del self.messages[len(self.messages) - self._num_unanswered :]
+            if is_budgeted:
+                self._prefix.trim_tail(min(cache.capacity for cache in self._caches))
+            if turn.is_begun:
+                self._end(turn)
+
+    def _beginning(
+        self, turn: Turn, prompt: str | Sequence[int] | None, progress: Progress | None, **room: Any
+    ) -> Prefilling:
+        if isinstance(prompt, str):
+            yield from self._saying(prompt, progress, **room)
+        elif prompt is not None:
+            yield from self._appending(prompt, progress, **room)
+        else:
+            yield from self._prefilling(self.token_ids, progress, **room)
+        turn.is_begun = True
+        turn.is_answer = bool(self.messages) and self.messages[-1].role == "user"
+
+    def _end(self, turn: Turn) -> None:
+        if not turn.is_answer:
+            self._start_conversation_here()
+        elif turn.token_ids or turn.is_done:
+            # Behind a cut the ids say more than was shown: the next turn goes on from the text.
+            ids = None if turn.is_cut else tuple(turn.token_ids)
+            self.messages.append(Message("assistant", turn.text, self.name, ids))
+        else:  # failed before the first token: a retry finds the conversation as it was
+            del self.messages[len(self.messages) - self._num_unanswered :]
 
     # --- the conversation --------------------------------------------------------------------------
 
     def say(self, text: str, *, progress: Progress | None = None) -> PrefillReport:
         """Add a user message and prefill it, without answering."""
         with self._working():
-            return self._say(text, progress)
+            run_through(self._saying(text, progress))
+            return self.last_prefill
 
-    def _say(self, text: str, progress: Progress | None, *, reserve: int = 0) -> PrefillReport:
+    def wanted_tokens(self, prompt: str | Sequence[int]) -> list[int]:
+        """All the token ids that the session will hold when it begins to answer `prompt`, without computing any."""
+        with self._working():
+            return self._with_message(prompt)[1] if isinstance(prompt, str) else [*self.token_ids, *prompt]
+
+    def _saying(self, text: str, progress: Progress | None, **room: Any) -> Prefilling:
+        added, wanted = self._with_message(text)
+        yield from self._prefilling(wanted, progress, **room)
+        self.messages, self._num_unanswered, self._role_is_due = [*self.messages, *added], len(added), False
+
+    def _with_message(self, text: str) -> tuple[list[Message], list[int]]:
+        """The messages that `text` adds, and the tokens of the whole conversation with them."""
         added = [Message("user", text)]
         if self._role_is_due and self.role_prompt:
             if self.num_tokens:  # behind a shared context a system message would have to move it
                 added = [Message("user", f"{self.role_prompt}\n\n{text}")]
             else:
                 added.insert(0, Message("system", self.role_prompt, self.name))
-        messages = [*self.messages, *added]
-        turns = self._chat_format().render(messages, is_start=self._base_tokens == 0)
-        report = self._prefill([*self.token_ids[: self._base_tokens], *turns], progress, reserve=reserve)
-        self.messages, self._num_unanswered, self._role_is_due = messages, len(added), False
-        return report
+        turns = self._chat_format().render([*self.messages, *added], is_start=self._base_tokens == 0)
+        return added, [*self.token_ids[: self._base_tokens], *turns]
 
     def _chat_format(self) -> ChatFormat:
         if self._format is None:

@@ -17,6 +17,7 @@ from cli_run import force_replies, run, save_tiny, start
 from tiny import tiny_tokenizer
 
 from mlx_qkvshare.cli import conversation
+from mlx_qkvshare.context import Prefilling
 
 
 @pytest.fixture(scope="module")
@@ -149,11 +150,11 @@ def test_b65_ctrl_c_during_prefill_takes_the_message_back(monkeypatch: pytest.Mo
     calls: list[int] = []
 
     class Interrupted(conversation.AgentSession):
-        def _compute(self, *args: object) -> None:
+        def _computing(self, *args: object) -> Prefilling:
             if not calls:
                 calls.append(1)
                 os.kill(os.getpid(), signal.SIGINT)
-            super()._compute(*args)
+            return super()._computing(*args)
 
     monkeypatch.setattr(conversation, "AgentSession", Interrupted)
     result = run(monkeypatch, "chat", "--model", tiny, "--agent", "solo", stdin="lost\nhi\n")
