@@ -192,12 +192,12 @@ class AgentBatch:
                 for row, member in enumerate(members)
             ]
             mx.async_eval(is_nan, *following)
-            picked: Any = list(zip(tokens.tolist(), spoiled.tolist(), strict=True))
+            picked: Any = tokens.tolist(), spoiled.tolist()
         except BaseException:
             for member in members:
                 member.session._roll_back()
             raise
-        for row, (member, (token, is_spoiled)) in enumerate(zip(members, picked, strict=True)):
+        for row, (member, token, is_spoiled) in enumerate(zip(members, *picked, strict=True)):
             if is_spoiled:
                 member.session._rewind(1)  # the keys and values of the token before are not finite either
                 events.append(self._fail(member, nan_error(member.session._model.spec.fingerprint.architecture)))

@@ -538,6 +538,7 @@ class AgentScheduler:
                 job.joining.abandon()
             elif self._decoding.pop(job.session, None):
                 self._batch.leave(job.session)
+            self._let_go(job.sessions)
         for session in job.sessions:
             if self._latest.get(session) is job.task:
                 del self._latest[session]
