@@ -12,11 +12,12 @@ import typer
 from .. import QuantSpec
 from ..bench import HandoffRow, MemoryRow, bench_handoff, bench_memory
 from ..bench_decode import DecodeRow, bench_decode
+from ..bench_latency import LatencyRow, bench_latency
 from ..errors import InvalidValueError
 from ..measure import machine, report, versions
 from ..model import DEFAULT_MODEL
 from .options import CacheDir, GroupSize, Model, load_model
-from .terminal import Terminal, format_bytes, make_table
+from .terminal import Terminal, format_bytes, format_seconds, make_table
 
 app = typer.Typer(help="Measure on this machine, mlx-lm beside ours.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -112,6 +113,29 @@ def decode(
     _finish(terminal, "decode", model, rows)
 
 
+@app.command()
+def latency(
+    model: Model = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of the prompt that is prefilled meanwhile.", min=64)] = 4000,
+    shared: Annotated[int, typer.Option(help="Tokens behind the agent that decodes.", min=64)] = 512,
+    step_tokens: Annotated[str, typer.Option(help="Tokens of one step, comma separated.")] = "64,256",
+    bits: Bits = 8,
+    group_size: GroupSize = 64,
+    cache_dir: CacheDir = None,
+    json_only: JsonOnly = False,
+) -> None:
+    """An agent's time between tokens while a long prompt is prefilled beside it."""
+    terminal, sizes = Terminal(), _counts(step_tokens, "step-tokens")
+    quant = QuantSpec(bits, bits, group_size)
+    lm = load_model(model, cache_dir, terminal)
+    rows = bench_latency(
+        lm, prompt_tokens=tokens, shared_tokens=shared, step_tokens=sizes, quant=quant, note=terminal.note
+    )
+    if not json_only:
+        _print_latency(terminal, rows)
+    _finish(terminal, "latency", model, rows)
+
+
 def _finish(terminal: Terminal, name: str, model: str | None, rows: Sequence[Any]) -> None:
     found = report(name, model or DEFAULT_MODEL, [dataclasses.asdict(row) for row in rows])
     print(json.dumps(found), file=terminal.out.file)
@@ -122,13 +146,17 @@ Line = tuple[str, Callable[[Any], str]]
 
 def _print_rows(terminal: Terminal, title: str, head: Line, rows: Sequence[Any], lines: list[Line]) -> None:
     """A column for each row of results, which keeps within 80 characters."""
-    place = ", ".join(f"{key} {value}" for key, value in (machine() | versions()).items())
-    terminal.line(f"{title}\n{place}")
+    _print_place(terminal, title)
     name, show = head
     table = make_table(terminal, name, *map(show, rows))
     for name, show in lines:
         table.add_row(name, *map(show, rows))
     terminal.out.print(table)
+
+
+def _print_place(terminal: Terminal, title: str) -> None:
+    place = ", ".join(f"{key} {value}" for key, value in (machine() | versions()).items())
+    terminal.line(f"{title}\n{place}")
 
 
 def _print_memory(terminal: Terminal, rows: list[MemoryRow], quant: QuantSpec) -> None:
@@ -148,22 +176,19 @@ def _print_memory(terminal: Terminal, rows: list[MemoryRow], quant: QuantSpec) -
 
 
 def _print_handoff(terminal: Terminal, rows: list[HandoffRow], quant: QuantSpec) -> None:
-    def milliseconds(value: float) -> str:
-        return f"{1000 * value:.3g} ms" if value < 1 else f"{value:.3g} s"
-
     lines: list[Line] = [
-        ("handoff", lambda row: milliseconds(row.handoff_seconds)),
+        ("handoff", lambda row: format_seconds(row.handoff_seconds)),
         ("bytes copied", lambda row: str(row.bytes_copied)),
         ("bytes referenced", lambda row: format_bytes(row.bytes_referenced)),
-        ("first token: after the handoff", lambda row: milliseconds(row.ttft_handoff_seconds)),
-        ("- own hot cache (mlx-lm)", lambda row: milliseconds(row.ttft_hot_seconds)),
-        ("- deep-copied cache (mlx-lm)", lambda row: milliseconds(row.ttft_deepcopy_seconds)),
-        ("- re-prefill (mlx-lm)", lambda row: milliseconds(row.ttft_reprefill_seconds)),
+        ("first token: after the handoff", lambda row: format_seconds(row.ttft_handoff_seconds)),
+        ("- own hot cache (mlx-lm)", lambda row: format_seconds(row.ttft_hot_seconds)),
+        ("- deep-copied cache (mlx-lm)", lambda row: format_seconds(row.ttft_deepcopy_seconds)),
+        ("- re-prefill (mlx-lm)", lambda row: format_seconds(row.ttft_reprefill_seconds)),
         ("handoff / hot", lambda row: f"{row.hot_ratio:.2f}"),
         ("re-prefill / handoff", lambda row: f"{row.reprefill_ratio:.1f}"),
-        ("decode, a token: ours", lambda row: milliseconds(row.decode_seconds_per_token)),
-        (f"- mlx-lm, {quant.k_bits} bit", lambda row: milliseconds(row.decode_stock_quantized_seconds_per_token)),
-        ("- mlx-lm, full precision", lambda row: milliseconds(row.decode_stock_seconds_per_token)),
+        ("decode, a token: ours", lambda row: format_seconds(row.decode_seconds_per_token)),
+        (f"- mlx-lm, {quant.k_bits} bit", lambda row: format_seconds(row.decode_stock_quantized_seconds_per_token)),
+        ("- mlx-lm, full precision", lambda row: format_seconds(row.decode_stock_seconds_per_token)),
     ]
     title = f"Handoff by reference, {quant}, then a turn of {rows[0].turn_tokens} tokens"
     _print_rows(terminal, title, ("tokens", lambda row: str(row.tokens)), rows, lines)
@@ -187,3 +212,13 @@ def _print_decode(terminal: Terminal, rows: list[DecodeRow], quant: QuantSpec) -
     for start in range(0, len(rows), 4):  # four columns keep within 80 characters
         part = rows[start : start + 4]
         _print_rows(terminal, title, ("agents", lambda row: str(row.agents)), part, lines)
+
+
+def _print_latency(terminal: Terminal, rows: list[LatencyRow]) -> None:
+    _print_place(terminal, f"Time between an agent's tokens while {rows[0].prompt_tokens} tokens are prefilled")
+    table = make_table(terminal, "prefill", "a step", "tokens", "median", "p95", "longest", "in all")
+    for row in rows:
+        size = "-" if row.step_tokens is None else str(row.step_tokens)
+        times = (row.median_seconds, row.p95_seconds, row.longest_seconds, row.prefill_seconds)
+        table.add_row(row.way, size, str(row.num_gaps), *map(format_seconds, times))
+    terminal.out.print(table)

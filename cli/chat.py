@@ -12,6 +12,7 @@ from ..model import DEFAULT_MODEL
 from . import options
 from .conversation import AgentSpec, ChatSettings, Conversation
 from .lines import LineReader, clean
+from .panel import Panel
 from .terminal import Terminal, format_bytes
 
 DEFAULT_AGENTS = [
@@ -26,7 +27,7 @@ HELP = """/agent NAME  hand the conversation to another agent, by reference
 //text       say a line that begins with a slash"""
 
 
-def banner(conversation: Conversation, model: LoadedModel, source: str | None) -> str:
+def banner(conversation: Conversation | Panel, model: LoadedModel, source: str | None) -> str:
     """The configuration that holds, read off the objects that apply it."""
     manager, sampling = conversation.manager, conversation.settings.sampling
     keys, values = manager.plans[0].keys, manager.plans[0].values
@@ -38,15 +39,15 @@ def banner(conversation: Conversation, model: LoadedModel, source: str | None) -
             f"model        {source or DEFAULT_MODEL} ({model.spec.dtype})",
             f"cache bits   {bits}",
             f"budget       {manager.budget_bytes} bytes ({format_bytes(manager.budget_bytes)})",
-            f"context      {conversation.current.max_context_tokens} tokens",
+            f"context      {conversation.max_context} tokens",
             f"reply        up to {conversation.max_tokens} tokens, temperature {sampling.temperature:g}, seed {seed}",
-            f"agents       {', '.join(conversation.sessions)} (speaking: {conversation.current.name})",
+            f"agents       {', '.join(conversation.sessions)} ({conversation.who})",
             "/help lists the commands",
         ]
     )
 
 
-def obey(conversation: Conversation, line: str, terminal: Terminal) -> bool:
+def obey(conversation: Conversation | Panel, line: str, terminal: Terminal) -> bool:
     """Do what the command `line` says; False ends the chat."""
     command, _, argument = line.partition(" ")
     argument = argument.strip()
@@ -72,18 +73,18 @@ def obey(conversation: Conversation, line: str, terminal: Terminal) -> bool:
                 f"{record.bytes_copied} bytes copied, {1000 * record.handoff_seconds:.2f} ms)"
             )
     elif command == "/agent":
-        terminal.line(f"agents: {', '.join(conversation.sessions)}; speaking: {conversation.current.name}")
+        terminal.line(f"agents: {', '.join(conversation.sessions)}; {conversation.who}")
     else:
         terminal.error(f"no command {command}; /help lists them")
     return True
 
 
-def talk(conversation: Conversation, terminal: Terminal) -> None:
+def talk(conversation: Conversation | Panel, terminal: Terminal) -> None:
     """Read and answer until /quit, the end of the input, or Ctrl-C at the prompt."""
     reader = LineReader(terminal)
     while True:
         try:
-            line = reader.read(conversation.current.name)
+            line = reader.read(conversation.prompt)
         except KeyboardInterrupt:
             line = None
         if line is None:
@@ -100,7 +101,7 @@ def talk(conversation: Conversation, terminal: Terminal) -> None:
             return
 
 
-def _try_to_obey(conversation: Conversation, line: str, terminal: Terminal) -> bool:
+def _try_to_obey(conversation: Conversation | Panel, line: str, terminal: Terminal) -> bool:
     try:
         return obey(conversation, line, terminal)
     except QKVShareError as error:
@@ -118,6 +119,7 @@ def chat(
         ),
     ] = None,
     system: Annotated[str | None, typer.Option(help="A system prompt for the whole conversation.")] = None,
+    parallel: Annotated[bool, typer.Option("--parallel", help="Every agent answers, all at the same time.")] = False,
     model: options.Model = None,
     cache_dir: options.CacheDir = None,
     budget: Annotated[str, typer.Option(help="Bytes for all keys and values, such as 512M.")] = "4G",
@@ -146,6 +148,7 @@ def chat(
     quant, budget_bytes = options.quant_spec(bits, k_bits, v_bits, group_size), options.parse_bytes(budget)
     loaded = options.load_model(model, cache_dir, terminal)
     manager = SharedKVCacheManager(loaded.spec, quant, budget_bytes=budget_bytes)
-    with contextlib.closing(Conversation(agents, loaded, manager, settings, terminal)) as conversation:
+    make = Panel if parallel else Conversation
+    with contextlib.closing(make(agents, loaded, manager, settings, terminal)) as conversation:
         terminal.note(banner(conversation, loaded, model))
         talk(conversation, terminal)

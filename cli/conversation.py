@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from .. import (
@@ -51,6 +52,41 @@ class ChatSettings:
         return replace(self, max_context=context, max_tokens=reply), context, reply
 
 
+def make_sessions(
+    agents: list[AgentSpec], model: LoadedModel, manager: SharedKVCacheManager, settings: ChatSettings
+) -> dict[str, AgentSession]:
+    """A session for every agent, by name. Raises `InvalidValueError` if two have one name."""
+    names = [agent.name for agent in agents]
+    if double := next((name for name in names if names.count(name) > 1), None):
+        raise InvalidValueError(f"--agent: expected different names, got {double!r} twice")
+    return {
+        agent.name: AgentSession(
+            agent.name, model, manager, role_prompt=agent.role, sampling=settings.sampling,
+            max_context_tokens=settings.max_context,
+        )
+        for agent in agents
+    }  # fmt: skip
+
+
+def advice(error: BaseException, max_tokens: int) -> str:
+    if isinstance(error, ContextLimitError):
+        return f"{error} ({max_tokens} of them for the reply); /new starts over"
+    return str(error)
+
+
+def shared_stats(manager: SharedKVCacheManager, records: Collection[HandoffRecord]) -> list[tuple[str, str]]:
+    """The part of `/stats` that is about memory and handoffs."""
+    stats = manager.stats()
+    used = f"{format_bytes(stats.used_bytes)} of {format_bytes(stats.budget_bytes)}"
+    return [
+        ("bytes in use", f"{used} ({format_bytes(stats.private_bytes)} private, not sealed yet)"),
+        ("segments", str(stats.num_segments)),
+        ("handoffs", str(len(records))),
+        ("bytes copied by handoffs", str(sum(record.bytes_copied for record in records))),
+        ("bytes handed over by reference", format_bytes(sum(record.bytes_referenced for record in records))),
+    ]
+
+
 class Conversation:
     """A session per agent, of which one, `current`, holds the conversation."""
 
@@ -62,24 +98,23 @@ class Conversation:
         settings: ChatSettings,
         terminal: Terminal,
     ):
-        names = [agent.name for agent in agents]
-        if double := next((name for name in names if names.count(name) > 1), None):
-            raise InvalidValueError(f"--agent: expected different names, got {double!r} twice")
         self.settings, self.max_context, self.max_tokens = settings.resolve(model)
         self.manager, self.coordinator, self._terminal = manager, HandoffCoordinator(manager), terminal
-        self.sessions = {
-            agent.name: AgentSession(
-                agent.name, model, manager, role_prompt=agent.role, sampling=settings.sampling,
-                max_context_tokens=self.max_context,
-            )
-            for agent in agents
-        }  # fmt: skip
-        self.current = self.sessions[names[0]]
+        self.sessions = make_sessions(agents, model, manager, self.settings)
+        self.current = next(iter(self.sessions.values()))
         self._open()
 
     def _open(self) -> None:
         if self.settings.system:
             self.current.messages.append(Message("system", self.settings.system))
+
+    @property
+    def prompt(self) -> str:
+        return self.current.name
+
+    @property
+    def who(self) -> str:
+        return f"speaking: {self.current.name}"
 
     def restart(self) -> None:
         """Forget all that was said."""
@@ -108,7 +143,7 @@ class Conversation:
             try:
                 note = self._reply(text, interrupts)
             except QKVShareError as error:
-                self._terminal.error(self._advice(error))
+                self._terminal.error(advice(error, self.max_tokens))
                 return
         if note:
             self._terminal.note(note)
@@ -143,22 +178,12 @@ class Conversation:
             return f"(stopped; {'what was shown is kept' if is_started else 'the message was taken back'})"
         return f"(cut after {self.max_tokens} tokens; --max-tokens allows more)" if reason == "length" else ""
 
-    def _advice(self, error: QKVShareError) -> str:
-        if isinstance(error, ContextLimitError):
-            return f"{error} ({self.max_tokens} of them for the reply); /new starts over"
-        return str(error)
-
     def stats(self) -> list[tuple[str, str]]:
         """What `/stats` shows, as pairs."""
-        stats, current, records = self.manager.stats(), self.current, self.coordinator.records
-        used = f"{format_bytes(stats.used_bytes)} of {format_bytes(stats.budget_bytes)}"
+        current = self.current
         return [
             ("speaking", current.name),
             ("agents", ", ".join(self.sessions)),
             ("context", f"{current.num_tokens} of {self.max_context} tokens, {current.prefix.num_tokens} sealed"),
-            ("bytes in use", f"{used} ({format_bytes(stats.private_bytes)} private, not sealed yet)"),
-            ("segments", str(stats.num_segments)),
-            ("handoffs", str(len(records))),
-            ("bytes copied by handoffs", str(sum(record.bytes_copied for record in records))),
-            ("bytes handed over by reference", format_bytes(sum(record.bytes_referenced for record in records))),
+            *shared_stats(self.manager, self.coordinator.records),
         ]

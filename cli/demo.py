@@ -83,6 +83,9 @@ def _bytes(count: int) -> str:
 def demo(
     model: options.Model = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one agent's text.")] = 70,
+    parallel: Annotated[
+        bool, typer.Option("--parallel", help="Researcher and writer work at the same time, both behind the planner.")
+    ] = False,
     cache_dir: options.CacheDir = None,
     bits: options.Bits = None,
     k_bits: options.KBits = None,
@@ -99,7 +102,7 @@ def demo(
     num_tokens = len(loaded.tokenizer.encode(read_document(), add_special_tokens=False))
     terminal.line(f"document: {DOCUMENT}, {num_tokens:,} tokens; task: {TASK}\n", style="bold")
     manager = SharedKVCacheManager(loaded.spec, quant)
-    result = Relay(loaded, manager, sampling, max_tokens, terminal).run(legs())
+    result = Relay(loaded, manager, sampling, max_tokens, terminal).run(legs(), is_parallel=parallel)
     terminal.out.print(turns_table(terminal, result.turns))
     terminal.out.print(totals_table(terminal, result, str(manager.quant)))
     for line in notes(result):

@@ -8,9 +8,18 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from .. import AgentSession, HandoffCoordinator, HandoffRecord, LoadedModel, Sampling, SharedKVCacheManager
+from .. import (
+    AgentScheduler,
+    AgentSession,
+    HandoffCoordinator,
+    HandoffRecord,
+    LoadedModel,
+    Sampling,
+    SharedKVCacheManager,
+)
 from .penalty import PenalizedSampler
-from .terminal import ProgressLine, Terminal
+from .streams import show_together
+from .terminal import Interrupts, ProgressLine, Terminal
 
 
 @dataclass(frozen=True)
@@ -49,7 +58,7 @@ class RelayResult:
 
 
 class Relay:
-    """Runs the legs one after another. All sessions stay open, so that at the end all hold the context."""
+    """Runs the legs in turn, or all but the first at the same time. At the end all sessions hold their context."""
 
     def __init__(
         self, model: LoadedModel, manager: SharedKVCacheManager, sampling: Sampling, max_tokens: int, terminal: Terminal
@@ -60,10 +69,17 @@ class Relay:
         self._sessions: list[AgentSession] = []
         self._prompt_ids: list[int] = []  # of the latest turn
 
-    def run(self, legs: list[Leg]) -> RelayResult:
+    def run(self, legs: list[Leg], *, is_parallel: bool = False) -> RelayResult:
+        """`is_parallel`: all but the first work at the same time, each on the first one's context."""
         with contextlib.ExitStack() as stack:
-            turns = [self._turn(stack.enter_context(self._session(leg)), leg.request) for leg in legs]
-            self._sessions[-1].seal()
+            sessions = [stack.enter_context(self._session(leg)) for leg in legs]
+            requests = [leg.request for leg in legs]
+            if is_parallel:
+                turns = [self._turn(sessions[0], requests[0]), *self._together(sessions[1:], requests[1:])]
+            else:
+                turns = [self._turn(session, request) for session, request in zip(sessions, requests, strict=True)]
+            for session in self._sessions:
+                session.seal()
             self._manager.check_integrity()
             held = [session.num_tokens for session in self._sessions]
             return RelayResult(
@@ -87,6 +103,28 @@ class Relay:
         report = session.last_prefill
         seal_seconds, delta, record = handed or (0.0, 0, None)
         return Turn(session.name, report.reused_tokens, report.computed_tokens, seconds, seal_seconds, delta, record)
+
+    def _together(self, sessions: list[AgentSession], requests: list[str]) -> list[Turn]:
+        handed = [self._hand_over(self._sessions[0], session) for session in sessions]
+        self._sessions.extend(sessions)
+        with AgentScheduler(self._manager) as scheduler, Interrupts() as interrupts:
+            pairs = zip(sessions, requests, strict=True)
+            tasks = [scheduler.submit(session, request, max_tokens=self._max_tokens) for session, request in pairs]
+            show_together(tasks, self._terminal, interrupts)
+        for task in tasks:
+            task.result(0)  # raises what it failed with
+        self._terminal.line()
+        self._prompt_ids = sessions[-1].token_ids[: -tasks[-1].num_tokens]
+        return [
+            Turn(
+                task.name,
+                task.session.last_prefill.reused_tokens,
+                task.session.last_prefill.computed_tokens,
+                task.ttft_seconds or 0.0,
+                *handover,
+            )
+            for task, handover in zip(tasks, handed, strict=True)
+        ]
 
     def _hand_over(self, sender: AgentSession, receiver: AgentSession) -> tuple[float, int, HandoffRecord]:
         """Seconds of sealing, change of active memory by the handoff, its record."""

@@ -136,3 +136,8 @@ def format_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.2f} GiB"
+
+
+def format_seconds(count: float) -> str:
+    """0.0123 -> "12.3 ms"."""
+    return f"{1000 * count:.3g} ms" if count < 1 else f"{count:.3g} s"

@@ -31,8 +31,10 @@ class _Member:
     turn: Turn
     held: contextlib.ExitStack  # the session's own call, open as long as it is in the batch
     token: mx.array
-    is_nan: mx.array  # are the logits that `token` was picked from NaN?
     num_left: int
+    # Of the logits that `token` was picked from: is it NaN, for all of the step that made them, and whose row in it.
+    is_nan: mx.array
+    row: int = 0
 
 
 class Joining:
@@ -90,6 +92,7 @@ class AgentBatch:
         """KV bytes that the last step read: each distinct segment once when together, and every tail."""
         self._attention = attention or QuantizedAttention()
         self._members: dict[AgentSession, _Member] = {}
+        self._untold: list[BatchEvent] = []  # a step that raises tells its events with the next one
         self._can_route = False
 
     def __enter__(self) -> AgentBatch:
@@ -151,7 +154,7 @@ class AgentBatch:
     def _add(self, session: AgentSession, turn: Turn, held: contextlib.ExitStack, max_tokens: int) -> None:
         token = session._pick(session._next_logits(), 0)
         mx.eval(token)
-        self._members[session] = _Member(session, turn, held.pop_all(), token, mx.array(False), max_tokens)
+        self._members[session] = _Member(session, turn, held.pop_all(), token, max_tokens, mx.array([False]))
 
     def leave(self, session: AgentSession) -> None:
         """End the session's turn here; what was shown is in its conversation. Not being in is harmless."""
@@ -177,37 +180,42 @@ class AgentBatch:
         raised.
         """
         chosen = [m for s, m in self._members.items() if sessions is None or s in sessions]
-        events = self._expel(chosen)
+        self._expel(chosen)
         members = [member for member in chosen if member.session in self._members]
-        if not members:
-            return events
         try:
-            tokens = mx.stack([member.token for member in members])
-            spoiled = mx.stack([member.is_nan for member in members])
-            mx.async_eval(tokens, spoiled)  # apart, so that they can be read while the step behind them runs
-            logits = self._forward(members, tokens)
-            is_nan = mx.any(mx.isnan(logits), axis=-1)
-            following = [
-                member.session._pick(logits[row], 1) if member.num_left > 1 else member.token
-                for row, member in enumerate(members)
-            ]
-            mx.async_eval(is_nan, *following)
-            picked: Any = tokens.tolist(), spoiled.tolist()
+            if members:
+                self._step(members)
         except BaseException:
             for member in members:
-                member.session._roll_back()
+                if member.session in self._members:
+                    member.session._roll_back()
             raise
+        events, self._untold = self._untold, []
+        return events
+
+    def _step(self, members: list[_Member]) -> None:
+        tokens = mx.stack([member.token for member in members])
+        spoiled = mx.stack([member.is_nan[member.row] for member in members])
+        mx.async_eval(tokens, spoiled)  # apart, so that they can be read while the step behind them runs
+        logits = self._forward(members, tokens)
+        is_nan = mx.any(mx.isnan(logits), axis=-1)
+        following = [
+            member.session._pick(logits[row], 1) if member.num_left > 1 else member.token
+            for row, member in enumerate(members)
+        ]
+        mx.async_eval(is_nan, *following)
+        picked: Any = tokens.tolist(), spoiled.tolist()
         for row, (member, token, is_spoiled) in enumerate(zip(members, *picked, strict=True)):
             if is_spoiled:
                 member.session._rewind(1)  # the keys and values of the token before are not finite either
-                events.append(self._fail(member, nan_error(member.session._model.spec.fingerprint.architecture)))
+                self._fail(member, nan_error(member.session._model.spec.fingerprint.architecture))
                 continue
             member.session._accept(token, logits[row])
-            member.token, member.is_nan, member.num_left = following[row], is_nan[row], member.num_left - 1
-            events.append(BatchEvent(member.session, member.turn.show(member.session._tail_ids[-1]), None))
+            member.token, member.num_left = following[row], member.num_left - 1
+            member.is_nan, member.row = is_nan, row
+            self._untold.append(BatchEvent(member.session, member.turn.show(token), None))
             if member.turn.is_done:
                 self.leave(member.session)
-        return events
 
     def _forward(self, members: list[_Member], tokens: mx.array) -> mx.array:
         """Logits [N, V] behind one more token [N] of every session."""
@@ -232,9 +240,9 @@ class AgentBatch:
             self._can_route = any(all(cache.is_decoding_routed for cache in layers) for layers in caches)
         return self._can_route
 
-    def _expel(self, members: list[_Member]) -> list[BatchEvent]:
+    def _expel(self, members: list[_Member]) -> None:
         """Make room for one token of each; those that are closed or find none leave."""
-        events, is_clean = [], False
+        is_clean = False
         for member in members:
             session = member.session
             try:
@@ -242,9 +250,8 @@ class AgentBatch:
                     raise SessionClosedError(f"[AgentBatch] {session.name} was closed")
                 is_clean |= session._make_room(1, is_clean=is_clean)
             except QKVShareError as error:
-                events.append(self._fail(member, error))
-        return events
+                self._fail(member, error)
 
-    def _fail(self, member: _Member, error: QKVShareError) -> BatchEvent:
+    def _fail(self, member: _Member, error: QKVShareError) -> None:
         self.leave(member.session)
-        return BatchEvent(member.session, None, error)
+        self._untold.append(BatchEvent(member.session, None, error))

@@ -8,6 +8,7 @@ agent's text stays text.
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -181,7 +182,7 @@ class _Refused(Exception):
 def _unused_marks(messages: Sequence[Message]) -> tuple[str, str]:
     """Two private-use characters that no content holds."""
     used = set().union(*(m.content for m in messages)) if messages else set()
-    left, right = [c for c in map(chr, range(0xE000, 0xF8FF)) if c not in used][:2]
+    left, right = itertools.islice((c for c in map(chr, range(0xE000, 0xF8FF)) if c not in used), 2)
     return left, right
 
 

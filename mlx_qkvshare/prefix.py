@@ -44,7 +44,8 @@ class SharedPrefix:
     def __init__(self, owner: PrefixOwner, holding: Holding):
         self._owner, self.holding = owner, holding
         # The collector may run while this thread holds the manager's lock, so it only leaves a note.
-        weakref.finalize(self, owner.dropped.append, holding.holder)
+        note = weakref.finalize(self, owner.dropped.append, holding.holder)
+        note.atexit = False  # a scheduler's thread may still be at work then
 
     def __repr__(self) -> str:
         return f"SharedPrefix({self.num_tokens} tokens in {len(self.views)} segments)"

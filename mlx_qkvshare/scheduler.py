@@ -69,7 +69,8 @@ class _Job:
 
     @property
     def has_its_turn(self) -> bool:
-        return all(task.done() for task in self.behind)
+        self.behind = [task for task in self.behind if not task.done()]
+        return not self.behind
 
     @property
     def is_due(self) -> bool:
@@ -147,7 +148,7 @@ class AgentScheduler:
         self._waiting: list[_Turn] = []
         self._prefilling: list[_Turn] = []
         self._decoding: dict[AgentSession, _Turn] = {}
-        self._latest: dict[AgentSession, Task[Any]] = {}  # of those that have not ended
+        self._unfinished: dict[AgentSession, list[Task[Any]]] = {}
         self._served: weakref.WeakKeyDictionary[AgentSession, int] = weakref.WeakKeyDictionary()
         self._held: dict[AgentSession, SharedPrefix] = {}
         self._room_when_blocked: int | None = None
@@ -315,8 +316,10 @@ class AgentScheduler:
         finally:
             with self._lock:
                 self._is_closed = True
-            self._end_all(reason)
-            mx.clear_streams()  # or the process may abort at exit on Linux
+            try:
+                self._end_all(reason)
+            finally:
+                mx.clear_streams()  # or the process may abort at exit on Linux
 
     def _patience(self) -> float | None:
         """Seconds to wait for news at most."""
@@ -349,18 +352,20 @@ class AgentScheduler:
             if not isinstance(item, _Job):
                 item()
                 continue
-            item.behind.extend(self._latest[session] for session in item.sessions if session in self._latest)
             if isinstance(item, _Turn):
                 self._lift(item.session)
                 self._waiting.append(item)
             elif isinstance(item, _Call):
                 self._calls.append(item)
-            self._latest.update(dict.fromkeys(item.sessions, item.task))
+            for session in set(item.sessions):  # behind all of them: one may end early, while an earlier one still runs
+                unfinished = self._unfinished.setdefault(session, [])
+                item.behind.extend(unfinished)
+                unfinished.append(item.task)
 
     def _lift(self, session: AgentSession) -> None:
         """One that did nothing for a while has no claim on all the tokens that it did not ask for."""
-        if session not in self._latest:
-            busy = [self._served.get(other, 0) for other in self._latest]
+        if session not in self._unfinished:
+            busy = [self._served.get(other, 0) for other in self._unfinished]
             self._served[session] = max(self._served.get(session, 0), min(busy, default=0))
 
     def _end_hopeless(self) -> bool:
@@ -466,23 +471,26 @@ class AgentScheduler:
     # --- the model's work --------------------------------------------------------------------------
 
     def _decode(self) -> int:
-        """A token for every agent that is not paused; the number of them."""
+        """A token for every agent that is not paused; how many there were, with those that failed."""
         ready = [turn for turn in self._decoding.values() if not turn.task._is_paused]
         chosen = sorted(ready, key=self._order)[: self._max_agents]  # more, when readers come back all at once
         if not chosen:
             return 0
         try:
-            self._show(turn.session for turn in chosen)
+            return self._show({turn.session for turn in chosen})
         except Exception:
-            for turn in chosen:  # which one was it? The others go on
-                try:
-                    self._show([turn.session])
-                except Exception as error:
-                    self._fail(turn, _typed(error, turn.task.name))
-        return len(chosen)
+            return sum(self._decode_alone(turn) for turn in chosen)  # which one was it? The others go on
 
-    def _show(self, sessions: Iterable[AgentSession]) -> None:
-        for session, chunk, error in self._batch.step(set(sessions)):
+    def _decode_alone(self, turn: _Turn) -> int:
+        try:
+            return self._show({turn.session})
+        except Exception as error:
+            self._fail(turn, _typed(error, turn.task.name))
+            return 1
+
+    def _show(self, sessions: set[AgentSession]) -> int:
+        events = self._batch.step(sessions)
+        for session, chunk, error in events:
             turn = self._decoding[session]
             if chunk is None:
                 assert error is not None
@@ -492,6 +500,7 @@ class AgentScheduler:
             turn.task._put(chunk)
             if chunk.finish_reason is not None:
                 self._succeed(turn, turn.task.text)
+        return len(events)
 
     def _prefill(self, num_tokens: int) -> int:
         """Compute at most `num_tokens` of the prompts; how many they were."""
@@ -539,9 +548,10 @@ class AgentScheduler:
             elif self._decoding.pop(job.session, None):
                 self._batch.leave(job.session)
             self._let_go(job.sessions)
-        for session in job.sessions:
-            if self._latest.get(session) is job.task:
-                del self._latest[session]
+        for session in set(job.sessions):
+            self._unfinished[session].remove(job.task)
+            if not self._unfinished[session]:
+                del self._unfinished[session]
         with self._lock:
             self._num_open -= 1
         self._counters[how] += 1

@@ -282,6 +282,37 @@ def test_b41_a_failing_step_leaves_all_at_their_length_and_can_be_tried_again():
         assert drawn[session] == [chunk.token for chunk in solo.stream(max_tokens=6, ignore_eos=True)]
 
 
+def test_who_left_in_a_step_that_failed_is_told_by_the_next():
+    failing = Failing(T.model)
+    manager, (one, two) = team(2, model=T._replace(model=failing))
+    with AgentBatch(manager) as batch:
+        for session in (one, two):
+            batch.join(session, max_tokens=6, ignore_eos=True)
+        two.close()
+        failing.is_failing = True
+        with pytest.raises(MemoryError):
+            batch.step()
+        failing.is_failing = False
+        left, stepped = batch.step()
+    assert left.session is two and isinstance(left.error, SessionClosedError)
+    assert stepped.session is one and stepped.chunk is not None
+
+
+def test_a_chosen_few_step_and_the_others_stay():
+    manager, sessions = team(3)
+    _, solos = team(3)
+    drawn = {session: [] for session in sessions}
+    with AgentBatch(manager) as batch:
+        for session in sessions:
+            batch.join(session, max_tokens=6, ignore_eos=True)
+        for count in range(9):
+            for event in batch.step(sessions if count % 3 == 0 else [sessions[count % 3]]):
+                drawn[event.session].append(event.chunk.token)
+    for session, solo in zip(sessions, solos, strict=True):
+        expected = [chunk.token for chunk in solo.stream(max_tokens=6, ignore_eos=True)]
+        assert drawn[session] == expected[: len(drawn[session])] and len(drawn[session]) >= 3
+
+
 def test_what_cannot_join_is_refused_and_changes_nothing():
     manager, (one, _) = team(2)
     _, (stranger, _) = team(2)

@@ -1,0 +1,30 @@
+"""Many agents under load: everything ends with a result or a typed reason, and the process ends well."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import scheduler_load
+
+
+def test_a_short_load() -> None:
+    found = scheduler_load.run(seed=0, num_steps=200)
+    assert found["steps"] >= 200 and found["leaked_bytes"] == 0
+
+
+@pytest.mark.slow
+def test_ten_processes_of_two_thousand_steps_exit_with_0() -> None:
+    def run(seed: int) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, scheduler_load.__file__, str(seed), "2000"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=Path(__file__).parent)
+
+    with ThreadPoolExecutor(2) as pool:
+        for found in pool.map(run, range(1, 11)):
+            assert (found.returncode, found.stderr) == (0, ""), found.stderr
+            assert json.loads(found.stdout)["steps"] >= 2000
+            print(found.stdout)
