@@ -456,7 +456,7 @@ class AgentScheduler:
         """Retain what is stored of the session's next context, if it can be told now."""
         try:
             tokens = session.wanted_tokens(prompt)
-        except QKVShareError:  # busy, closed: there is nothing to hint at
+        except Exception:  # busy, closed, not to be tokenized: the turn itself will say so
             return
         held = self.manager.match_prefix(tokens, held_tokens=len(tokens))
         self._let_go([session])

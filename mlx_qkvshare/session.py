@@ -59,10 +59,10 @@ class Turn:
 
     def _up_to_stop(self, text: str, *, is_whole: bool) -> str:
         """`text` in front of the first stop string; the end of it that may begin one is held back for now."""
-        found = [place for stop in self._stop if (place := text.find(stop)) >= 0]
+        found = [(place + len(stop), place) for stop in self._stop if (place := text.find(stop)) >= 0]
         self.is_cut = bool(found)
-        if found:
-            return text[: min(found)]
+        if found:  # the one that is complete first, so that it does not matter how the text is cut into tokens
+            return text[: min(found)[1]]
         beginnings = (stop[:size] for stop in self._stop for size in range(1, len(stop)))
         keep = 0 if is_whole else max((len(part) for part in beginnings if text.endswith(part)), default=0)
         self._held_back = text[len(text) - keep :]

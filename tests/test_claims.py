@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import mlx.core as mx
 import pytest
+from reference import Forced
 
-from mlx_qkvshare import AgentSession, HandoffCoordinator, LoadedModel, QuantSpec, SharedKVCacheManager, load
+from mlx_qkvshare import (
+    AgentBatch,
+    AgentSession,
+    HandoffCoordinator,
+    LoadedModel,
+    QuantSpec,
+    SharedKVCacheManager,
+    load,
+)
 from mlx_qkvshare.bench import StockCache, bench_handoff, bench_memory, kl_divergence, prefill_peaks
 from mlx_qkvshare.measure import buffer_address, live_bytes, sample_tokens
 
@@ -121,3 +130,42 @@ def test_the_twentieth_hop_equals_the_first_bit_for_bit(lm: LoadedModel) -> None
         receiver.rewind(40)
     assert all(mx.array_equal(found, logits[0]).item() for found in logits)
     assert [segment.compute_checksum() for segment in manager.segments()] == checksums
+
+
+def test_eight_sessions_together_give_the_logits_of_each_alone_over_64_steps(lm: LoadedModel) -> None:
+    shared, text = sample_tokens(lm.tokenizer, 256), sample_tokens(lm.tokenizer, 2000, skip=4000)
+    tails = [text[100 * i : 100 * i + length] for i, length in enumerate((7, 1, 90, 30, 13, 2, 55, 21))]
+    forced = [text[900 + 64 * i : 964 + 64 * i] for i in range(8)]
+
+    def team() -> list[AgentSession]:
+        manager = SharedKVCacheManager(lm.spec)
+        with AgentSession("first", lm, manager) as first:
+            first.prefill(shared)
+            first.seal()
+        sessions = [AgentSession(f"agent {i}", lm, manager, sampler=Forced(ids)) for i, ids in enumerate(forced)]
+        for session, tail in zip(sessions, tails, strict=True):
+            session.prefill([*shared, *tail])
+        return sessions
+
+    sessions = team()
+    with AgentBatch(sessions[0].manager) as batch:
+        for session in sessions[:6]:
+            batch.join(session, max_tokens=64, ignore_eos=True)
+        for step in range(64):
+            if step == 10:
+                batch.leave(sessions[2])  # the longest row first
+            if step == 16:
+                for session in sessions[6:]:
+                    batch.join(session, max_tokens=48, ignore_eos=True)
+            if step == 40:
+                batch.leave(sessions[0])
+            batch.step()
+            assert batch.is_together or step == 0
+        assert len(batch) == 0
+    for session, solo in zip(sessions, team(), strict=True):
+        count = session.num_tokens - solo.num_tokens
+        assert count in (64, 48, 40, 10)
+        for _ in solo.stream(max_tokens=count, ignore_eos=True):
+            pass
+        found, expected = (mx.stack(s._sampler.logits[:count]) for s in (session, solo))  # type: ignore[union-attr]
+        assert largest_difference(found, expected) <= 1e-4, session.name
