@@ -54,7 +54,7 @@ def obey(conversation: Conversation | Panel, line: str, terminal: Terminal) -> b
     if command == "/quit":
         return False
     if command == "/help":
-        terminal.line(HELP)
+        terminal.line(HELP if isinstance(conversation, Conversation) else HELP.partition("\n")[2])
     elif command == "/stats":
         pairs = conversation.stats()
         width = max(len(name) for name, _ in pairs)

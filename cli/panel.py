@@ -38,9 +38,13 @@ class Panel:
 
     def restart(self) -> None:
         """Forget all that was said."""
-        for session in (self._floor, *self.sessions.values()):
-            session.reset()
+        self._reset(self._floor, *self.sessions.values())
         self._open()
+
+    def _reset(self, *sessions: AgentSession) -> None:
+        """Behind all that the scheduler does on them."""
+        for done in [self._scheduler.call(session.reset, sessions=[session]) for session in sessions]:
+            done.result()
 
     def close(self) -> None:
         self._scheduler.close()
@@ -92,6 +96,7 @@ class Panel:
             error = task.error()
             if error is not None and not isinstance(error, TaskCancelledError):
                 self._terminal.error(f"{task.name}: {advice(error.__cause__ or error, self.max_tokens)}")
+        self._reset(*self.sessions.values())  # the floor has it all; their own tails would only take room
         replies = [f"{task.name}: {task.text.strip()}" for task in tasks if task.text.strip()]
         if replies:
             self._floor.messages.append(Message("assistant", "\n\n".join(replies)))

@@ -12,7 +12,8 @@ from .manager import SharedKVCacheManager
 from .package import HandoffPackage
 from .prefix import SharedPrefix
 from .sampling import Sampling
-from .scheduler import AgentScheduler, SchedulerStats
+from .schedule import SchedulerStats
+from .scheduler import AgentScheduler
 from .segment import SegmentView, SharedSegment
 from .session import AgentSession, StreamChunk
 from .spec import CacheSpec, QuantSpec

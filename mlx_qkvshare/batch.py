@@ -12,7 +12,7 @@ import mlx.core as mx
 from .attention import QuantizedAttention, nan_error, quantized_attention
 from .batch_cache import BatchLayerCache, bytes_read, group_segments
 from .context import Progress
-from .errors import InvalidValueError, QKVShareError, SessionClosedError
+from .errors import InvalidValueError, QKVShareError, SessionClosedError, typed_error
 from .manager import SharedKVCacheManager
 from .session import AgentSession, StreamChunk, Turn
 
@@ -52,12 +52,18 @@ class Joining:
         self.session, self.num_left = session, num_left
         """`num_left`: prompt tokens that are not computed yet."""
         self._batch, self._turn, self._max_tokens, self._held = batch, turn, max_tokens, held
+        self._is_open = True
 
     def advance(self, max_tokens: int | None = None) -> bool:
         """Prefill one chunk of at most `max_tokens` more tokens; True as soon as the session is in the batch.
 
         Raises what `AgentSession.stream` raises; the session is at its last consistent length then, and free.
         """
+        if not self._is_open:
+            raise InvalidValueError(
+                f"[Joining.advance] {self.session.name}: expected one that is joining, not one that was"
+            )
+        self._is_open = False  # also when this fails or is interrupted
         with self._held.pop_all() as held:
             if self.num_left:
                 try:
@@ -67,11 +73,12 @@ class Joining:
             if self.num_left == 0:
                 self._batch._add(self.session, self._turn, held, self._max_tokens)
                 return True
-            self._held = held.pop_all()
+            self._held, self._is_open = held.pop_all(), True
             return False
 
     def abandon(self) -> None:
         """Let the session go. What was computed of a message's prompt is kept for a retry."""
+        self._is_open = False
         self._held.close()
 
 
@@ -142,8 +149,7 @@ class AgentBatch:
         """
         if session.manager is not self.manager:
             raise InvalidValueError(f"[AgentBatch.join] {session.name}: expected a session of the batch's manager")
-        if any(member.session._model.model is not session._model.model for member in self._members.values()):
-            raise InvalidValueError(f"[AgentBatch.join] {session.name}: expected the model of the other sessions")
+        self._check_model(session)
         with contextlib.ExitStack() as stack:
             stack.enter_context(session._working())
             turn = stack.enter_context(
@@ -151,7 +157,12 @@ class AgentBatch:
             )
             return Joining(self, session, turn, next(turn.prefilling, 0), max_tokens, stack.pop_all())
 
+    def _check_model(self, session: AgentSession) -> None:
+        if any(member.session._model.model is not session._model.model for member in self._members.values()):
+            raise InvalidValueError(f"[AgentBatch.join] {session.name}: expected the model of the other sessions")
+
     def _add(self, session: AgentSession, turn: Turn, held: contextlib.ExitStack, max_tokens: int) -> None:
+        self._check_model(session)  # again: another may have joined first
         token = session._pick(session._next_logits(), 0)
         mx.eval(token)
         self._members[session] = _Member(session, turn, held.pop_all(), token, max_tokens, mx.array([False]))
@@ -160,6 +171,7 @@ class AgentBatch:
         """End the session's turn here; what was shown is in its conversation. Not being in is harmless."""
         member = self._members.pop(session, None)
         if member is not None:
+            self._untold = [event for event in self._untold if event.session is not session]
             member.held.close()
 
     def close(self) -> None:
@@ -199,23 +211,40 @@ class AgentBatch:
         mx.async_eval(tokens, spoiled)  # apart, so that they can be read while the step behind them runs
         logits = self._forward(members, tokens)
         is_nan = mx.any(mx.isnan(logits), axis=-1)
-        following = [
-            member.session._pick(logits[row], 1) if member.num_left > 1 else member.token
-            for row, member in enumerate(members)
-        ]
+        errors: dict[_Member, BaseException] = {}
+        following = [member.token for member in members]
+        for row, member in enumerate(members):
+            if member.num_left > 1:
+                try:
+                    following[row] = member.session._pick(logits[row], 1)
+                except Exception as error:  # its own sampler's; the others have been asked already
+                    errors[member] = error
         mx.async_eval(is_nan, *following)
         picked: Any = tokens.tolist(), spoiled.tolist()
         for row, (member, token, is_spoiled) in enumerate(zip(members, *picked, strict=True)):
+            session = member.session
             if is_spoiled:
-                member.session._rewind(1)  # the keys and values of the token before are not finite either
-                self._fail(member, nan_error(member.session._model.spec.fingerprint.architecture))
-                continue
-            member.session._accept(token, logits[row])
-            member.token, member.num_left = following[row], member.num_left - 1
-            member.is_nan, member.row = is_nan, row
-            self._untold.append(BatchEvent(member.session, member.turn.show(token), None))
-            if member.turn.is_done:
-                self.leave(member.session)
+                session._roll_back()
+                session._rewind(1)  # the keys and values of the token before are not finite either
+                self._fail(member, nan_error(session._model.spec.fingerprint.architecture))
+            elif member in errors:
+                session._roll_back()
+                self._fail(member, typed_error(errors[member], f"[AgentBatch] {session.name}: the sampler"))
+            else:
+                session._accept(token, logits[row])
+                member.token, member.num_left = following[row], member.num_left - 1
+                member.is_nan, member.row = is_nan, row
+                self._show(member, token)
+
+    def _show(self, member: _Member, token: int) -> None:
+        try:
+            event = BatchEvent(member.session, member.turn.show(token), None)
+        except Exception as error:  # a token that the tokenizer does not know
+            self._fail(member, typed_error(error, f"[AgentBatch] {member.session.name}: token {token}"))
+            return
+        if member.turn.is_done:
+            self.leave(member.session)
+        self._untold.append(event)
 
     def _forward(self, members: list[_Member], tokens: mx.array) -> mx.array:
         """Logits [N, V] behind one more token [N] of every session."""

@@ -112,9 +112,13 @@ def _interleaved(
         def step() -> int:
             before = talk.num_tokens
             scheduler.step()
+            if talk.done():
+                talk.result(0)  # raises what it failed with
+                raise RuntimeError(f"[bench_latency] expected a talk of more than {limit} tokens")
             return talk.num_tokens - before
 
         found = _gaps(step, read.done)
+        read.result(0)
         scheduler.close()
         return found
 

@@ -350,9 +350,9 @@ class TokenContext:
             raise
         finally:
             self._prefix.is_busy = False
-            if self._is_closed:
-                self._let_go()
             self._lock.release()
+            if self._is_closed:  # meanwhile, on another thread
+                self.close()
 
     def _roll_back(self) -> None:
         """Bring every layer to the length of `token_ids`; if the tail cannot be evaluated, to the sealed length."""

@@ -75,3 +75,12 @@ class QueueFullError(QKVShareError):
 
 class SchedulerClosedError(QKVShareError):
     """The scheduler was closed and takes no more work."""
+
+
+def typed_error(error: BaseException, what: str) -> QKVShareError:
+    """`error` itself if it is one of ours, else one of ours with it as its cause; `what` failed."""
+    if isinstance(error, QKVShareError):
+        return error
+    typed = TaskFailedError(f"{what}: {type(error).__name__}: {error}")
+    typed.__cause__ = error
+    return typed

@@ -296,6 +296,12 @@ class SharedKVCacheManager:
             self._take(more, f"a private tail of {num_rows} tokens")
             holding.private_rows = num_rows
 
+    def trim_private(self, holding: Holding, num_rows: int) -> None:
+        with self._locked():
+            surplus = max(0, holding.private_rows - num_rows)
+            self._free_bytes += surplus * self.spec.private_token_bytes
+            holding.private_rows -= surplus
+
     def release_prefix(self, holder: int) -> None:
         with self._locked():
             self._forget(holder)

@@ -57,6 +57,11 @@ class Turn:
         self.text, self.is_done = self.text + text, reason is not None
         return StreamChunk(text, token, reason)
 
+    @property
+    def is_holding_back(self) -> bool:
+        """Was the turn dropped between the two halves of what may be a stop string?"""
+        return not self.is_done and bool(self._held_back)
+
     def _up_to_stop(self, text: str, *, is_whole: bool) -> str:
         """`text` in front of the first stop string; the end of it that may begin one is held back for now."""
         found = [(place + len(stop), place) for stop in self._stop if (place := text.find(stop)) >= 0]
@@ -73,9 +78,9 @@ def _nothing() -> Prefilling:
     yield from ()
 
 
-def stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
-    """One string or several, none of them empty."""
-    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    """One string, several or none, and none of them empty."""
+    strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if not all(isinstance(text, str) and text for text in strings):
         raise InvalidValueError(f"[AgentSession] stop: expected strings that are not empty, got {stop!r}")
     return strings
@@ -126,7 +131,7 @@ class AgentSession(TokenContext):
         self.messages: list[Message] = []
         self._format: ChatFormat | None = None
         self._id, self._sequence, self._num_forks = secrets.token_hex(8), 0, 0
-        self._role_is_due = True
+        self._role_is_due = self._role_was_due = True
         self._base_tokens = 0  # tokens in front of the conversation that came as ids, not as messages
         self._num_unanswered = 0  # messages that a failed turn takes back
 
@@ -248,7 +253,7 @@ class AgentSession(TokenContext):
         """
         if max_tokens <= 0:
             raise InvalidValueError(f"[AgentSession {self.name}] max_tokens: expected > 0, got {max_tokens}")
-        self._num_unanswered = 0
+        self._num_unanswered, self._role_was_due = 0, self._role_is_due
         turn = Turn(self._model.tokenizer, max_tokens, ignore_eos, stop_strings(stop))
         turn.prefilling = self._beginning(turn, prompt, progress, reserve=max_tokens, is_budgeted=is_budgeted)
         try:
@@ -262,14 +267,22 @@ class AgentSession(TokenContext):
                 self._end(turn)
 
     def _beginning(
-        self, turn: Turn, prompt: str | Sequence[int] | None, progress: Progress | None, **room: Any
+        self,
+        turn: Turn,
+        prompt: str | Sequence[int] | None,
+        progress: Progress | None,
+        *,
+        reserve: int,
+        is_budgeted: bool,
     ) -> Prefilling:
+        room = {"reserve": reserve, "is_budgeted": is_budgeted}
         if isinstance(prompt, str):
             yield from self._saying(prompt, progress, **room)
         elif prompt is not None:
             yield from self._appending(prompt, progress, **room)
         else:
-            yield from self._prefilling(self.token_ids, progress, **room)
+            self._check_room(self.num_tokens + reserve)
+            self._make_room(0, spare_tokens=reserve if is_budgeted else 0)
         turn.is_begun = True
         turn.is_answer = bool(self.messages) and self.messages[-1].role == "user"
 
@@ -277,11 +290,12 @@ class AgentSession(TokenContext):
         if not turn.is_answer:
             self._start_conversation_here()
         elif turn.token_ids or turn.is_done:
-            # Behind a cut the ids say more than was shown: the next turn goes on from the text.
-            ids = None if turn.is_cut else tuple(turn.token_ids)
+            # Where the ids say more than was shown the next turn goes on from the text.
+            ids = None if turn.is_cut or turn.is_holding_back else tuple(turn.token_ids)
             self.messages.append(Message("assistant", turn.text, self.name, ids))
         else:  # failed before the first token: a retry finds the conversation as it was
             del self.messages[len(self.messages) - self._num_unanswered :]
+            self._role_is_due = self._role_was_due
 
     # --- the conversation --------------------------------------------------------------------------
 
@@ -305,7 +319,8 @@ class AgentSession(TokenContext):
         """The messages that `text` adds, and the tokens of the whole conversation with them."""
         added = [Message("user", text)]
         if self._role_is_due and self.role_prompt:
-            if self.num_tokens:  # behind a shared context a system message would have to move it
+            is_fresh = self._base_tokens == 0 and all(message.role == "system" for message in self.messages)
+            if not is_fresh:  # behind a shared context a system message would have to move it
                 added = [Message("user", f"{self.role_prompt}\n\n{text}")]
             else:
                 added.insert(0, Message("system", self.role_prompt, self.name))

@@ -123,14 +123,18 @@ class AgentTask(Task[str]):
                     return self._take()
                 if self._is_ended:
                     break
-                news: asyncio.Future[None] = loop.create_future()
-                self._readers.append((loop, news))
-            await news
+                reader = (loop, loop.create_future())
+                self._readers.append(reader)
+            try:
+                await reader[1]
+            finally:
+                with self._changed, contextlib.suppress(ValueError):
+                    self._readers.remove(reader)  # one that gave up
         self._require_success()
         raise StopAsyncIteration
 
     def result(self, timeout: float | None = None) -> str:
-        """Wait for the end and return the whole text; nobody needs to read the stream for it."""
+        """Wait for the end and return the whole text. From the call on the agent does not pause for readers."""
         self._lift_limit()
         return super().result(timeout)
 
@@ -151,9 +155,10 @@ class AgentTask(Task[str]):
         self.cancel()
 
     def _take(self) -> StreamChunk:
-        if len(self._chunks) >= self._buffer_tokens:
+        was_paused, chunk = self._is_paused, self._chunks.popleft()
+        if was_paused:  # told after, or the scheduler might look in between and go to sleep
             self._wake()
-        return self._chunks.popleft()
+        return chunk
 
     def _require_success(self) -> None:
         if (error := self.error()) is not None:

@@ -51,13 +51,24 @@ class Load:
             first.prefill(SHARED)
             first.seal()
         self.scheduler = AgentScheduler(self.manager, max_agents=12, step_tokens=48, max_tasks=100)
+        self.failing = random.Random(seed + 2)
         self.sessions: list[AgentSession] = []
         self.tasks: list[Task[Any]] = []
         self.readers: list[threading.Thread] = []
         self.num_refused = 0
 
     def arrive(self) -> None:
-        self.sessions.append(AgentSession(f"agent {len(self.sessions)}", self.lm, self.manager))
+        self.sessions.append(self.make_session(f"agent {len(self.sessions)}"))
+
+    def make_session(self, name: str) -> AgentSession:
+        sampler = self.unreliable_sampler if self.draw.random() < 0.1 else None
+        return AgentSession(name, self.lm, self.manager, sampler=sampler)
+
+    def unreliable_sampler(self, logits: mx.array) -> mx.array:
+        if not self.model.is_calm and self.failing.random() < 0.05:
+            self.model.failures["sampler"] += 1
+            raise ValueError("an injected failure")
+        return mx.argmax(logits)
 
     def turn(self, session: AgentSession) -> None:
         draw = self.draw
@@ -110,7 +121,7 @@ class Load:
         elif kind < 0.96:
             session.close()  # from this thread, whatever the session is doing
             place = self.sessions.index(session)
-            self.sessions[place] = AgentSession(f"{session.name}'", self.lm, self.manager)
+            self.sessions[place] = self.make_session(f"{session.name}'")
 
     def run(self, num_steps: int) -> dict[str, Any]:
         for _ in range(8):
@@ -124,9 +135,10 @@ class Load:
                     self.num_refused += 1
                     time.sleep(0.01)
                 time.sleep(0.0005)
-            for task in self.tasks:
-                with contextlib.suppress(QKVShareError):  # any other error, or none in time, ends the run
-                    task.result(WAIT_SECONDS)
+            give_up = time.monotonic() + WAIT_SECONDS
+            while not all(task.done() for task in self.tasks):  # `result` would keep slow readers' agents from pausing
+                assert time.monotonic() < give_up, [task for task in self.tasks if not task.done()]
+                time.sleep(0.02)
         for reader in self.readers:
             reader.join(WAIT_SECONDS)
         self.model.is_calm = True

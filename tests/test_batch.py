@@ -282,6 +282,29 @@ def test_b41_a_failing_step_leaves_all_at_their_length_and_can_be_tried_again():
         assert drawn[session] == [chunk.token for chunk in solo.stream(max_tokens=6, ignore_eos=True)]
 
 
+def test_a_session_whose_logits_are_nan_leaves_at_a_consistent_length():
+    class Spoiled:
+        is_spoiling = False
+
+        def __call__(self, *args, **options):
+            logits = T.model(*args, **options)
+            return logits * float("nan") if self.is_spoiling else logits
+
+    model = Spoiled()
+    manager, sessions = team(2, model=T._replace(model=model))
+    with AgentBatch(manager) as batch:
+        for session in sessions:
+            batch.join(session, max_tokens=6, ignore_eos=True)
+        batch.step()
+        model.is_spoiling = True
+        events = [*batch.step(), *batch.step()]
+    assert [type(event.error).__name__ for event in events[2:]] == ["UnsupportedModelError"] * 2
+    model.is_spoiling = False
+    for session in sessions:
+        assert_consistent(session)
+        assert session.generate_token() >= 0
+
+
 def test_who_left_in_a_step_that_failed_is_told_by_the_next():
     failing = Failing(T.model)
     manager, (one, two) = team(2, model=T._replace(model=failing))

@@ -51,7 +51,8 @@ def script(monkeypatch: pytest.MonkeyPatch, replies: dict[str, list[str]], on_to
 
 def test_all_agents_answer_each_message_and_hear_each_other(monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:
     replies = {"planner": ["a plan", "better"], "writer": ["a text\nof two lines", "shorter"]}
-    made = script(monkeypatch, replies)
+    asked: list[str] = []
+    made = script(monkeypatch, replies, lambda name: asked.append(made[name].messages[-1].content))
     result = run(monkeypatch, "chat", "--model", tiny, *TWO, "--system", "S", stdin="first\nsecond\n/stats\n")
     assert result.code == 0, result.err
     lines = result.out.splitlines()
@@ -67,7 +68,8 @@ def test_all_agents_answer_each_message_and_hear_each_other(monkeypatch: pytest.
         ("user", "second"),
         ("assistant", "planner: better\n\nwriter: shorter"),
     ]
-    assert [m.content for m in made["writer"].messages][-2:] == ["You write.\n\nAnswer as writer.", "shorter"]
+    assert set(asked) == {"You write.\n\nAnswer as writer.", "You plan.\n\nAnswer as planner."}
+    assert all(made[name].num_tokens == 0 for name in replies), "the floor has it all"
 
 
 def test_each_agent_adds_its_role_and_its_reply_only(monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:

@@ -85,6 +85,17 @@ def test_the_conversation_goes_on_from_the_text_that_was_shown():
     assert_warm_is_cold(session)
 
 
+def test_what_is_held_back_when_the_turn_is_dropped_is_not_in_the_conversation():
+    manager = SharedKVCacheManager(T.spec)
+    said = T.tokenizer.encode("one STO", add_special_tokens=False)
+    session = AgentSession("agent", T, manager, sampler=Forced(said))
+    stream = session.stream("hello", max_tokens=60, stop="STOP")
+    for _ in said:
+        next(stream)
+    stream.close()
+    assert (session.messages[-1].content, session.messages[-1].token_ids) == ("one ", None)
+
+
 def test_a_stop_string_ends_a_turn_in_a_batch_and_only_that():
     manager = SharedKVCacheManager(T.spec)
     ids = T.tokenizer.encode("one two three four", add_special_tokens=False)

@@ -40,6 +40,7 @@ FLOORS = {
     "batch": 4.5,
     "task": 4.6,
     "handoff": 5,
+    "schedule": 5,
     "scheduler": 5.5,
     "measure": 6,
     "bench": 6.5,
@@ -123,8 +124,8 @@ def conduct_faults(tree: ast.Module, module: str) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr == "metal_kernel" and module != "kernels":
             yield f"line {node.lineno}: only kernels.py touches metal_kernel"
-        # The scheduler runs others' code, and one agent's failure, of whatever kind, must not reach another.
-        if isinstance(node, ast.ExceptHandler) and module not in ("cli", "scheduler"):
+        # Batch and schedule run code of others, and one agent's failure, of whatever kind, must not reach another.
+        if isinstance(node, ast.ExceptHandler) and module not in ("cli", "schedule", "batch"):
             caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
             if any(kind is None or _name(kind) == "Exception" for kind in caught):
                 yield f"line {node.lineno}: catches everything; name the errors"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 
+import mlx.core as mx
 import pytest
 from reference import Forced, T, assert_consistent, some_ids
+from tiny import tiny_loaded
 
-from mlx_qkvshare import AgentScheduler, AgentSession, Priority, SharedKVCacheManager
+from mlx_qkvshare import AgentScheduler, AgentSession, AgentTask, Priority, Sampling, SharedKVCacheManager
 from mlx_qkvshare.errors import (
     BudgetExceededError,
     ChatTemplateError,
@@ -182,7 +184,7 @@ def test_an_agent_that_was_idle_has_nothing_to_catch_up():
         scheduler.step()
     task = [scheduler.submit(late, max_tokens=5, ignore_eos=True) for _ in range(4)][-1]
     drive(scheduler)
-    assert scheduler._served[late] >= scheduler._served[busy] and task.done()
+    assert scheduler._schedule._served[late] >= scheduler._schedule._served[busy] and task.done()
 
 
 def test_a_long_prefill_never_holds_up_others_for_more_than_one_chunk():
@@ -285,7 +287,7 @@ def test_the_agent_that_runs_next_keeps_its_segments(has_hint):
     after = scheduler.submit(nxt, [*old, 7], max_tokens=1)
     drive(scheduler)
     assert after.error() is None and nxt.last_prefill.reused_tokens == len(old) * has_hint
-    assert not scheduler._held, "held until its turn, not longer"
+    assert not scheduler._schedule._held, "held until its turn, not longer"
 
 
 def test_a_hint_yields_when_nothing_else_makes_room():
@@ -308,6 +310,49 @@ def test_a_turn_that_waits_keeps_what_is_stored_of_its_prompt():
     assert manager.evict_unreferenced() == 0, "held for the one that waits"
     drive(scheduler)
     assert one.error() is None and two.error() is None and second.last_prefill.reused_tokens == len(ids)
+
+
+def test_a_turn_that_waits_for_bytes_holds_up_only_those_behind_it():
+    scheduler, (one, large, quick) = setup(3, free_rows=32 + 16)
+    scheduler.submit(one, max_tokens=40, ignore_eos=True)
+    scheduler.step()
+    waiting = scheduler.submit(large, max_tokens=60, priority=BACKGROUND)
+    scheduler.step()
+    interactive = scheduler.submit(quick, max_tokens=3, ignore_eos=True)
+    for _ in range(4):
+        scheduler.step()
+    assert interactive.done() and interactive.error() is None and not waiting.done()
+    waiting.cancel()
+    late = scheduler.submit(quick, max_tokens=2, ignore_eos=True, priority=BACKGROUND)
+    for _ in range(3):
+        scheduler.step()
+    assert late.error() is None and late.done()
+
+
+def test_an_agent_that_nobody_reads_stops_nobody_who_fits():
+    scheduler, (paused, large, small) = setup(3, free_rows=32 + 16)
+    stuck = scheduler.submit(paused, max_tokens=40, ignore_eos=True, buffer_tokens=1)
+    drive(scheduler)
+    waiting = scheduler.submit(large, max_tokens=200, ignore_eos=True)
+    fits = scheduler.submit(small, max_tokens=5, ignore_eos=True)
+    drive(scheduler)
+    assert fits.done() and fits.error() is None and not waiting.done()
+    stuck.cancel()
+    drive(scheduler)
+    assert isinstance(waiting.error(), BudgetExceededError)
+
+
+def test_hints_of_sessions_that_are_gone_hold_nothing():
+    manager = SharedKVCacheManager(T.spec)
+    ids, scheduler = stored(manager, 1), AgentScheduler(manager)
+    closed, dropped = AgentSession("closed", T, manager), AgentSession("dropped", T, manager)
+    for session in (closed, dropped):
+        scheduler.runs_next(session, [*ids, 7])
+        drive(scheduler)
+    closed.close()
+    del session, dropped
+    drive(scheduler)
+    assert manager.evict_unreferenced() == 1
 
 
 # --- endings ----------------------------------------------------------------------------------------
@@ -426,13 +471,15 @@ def test_bad_arguments_are_refused_where_they_are_given():
         {"max_tokens": 1.5},
         {"buffer_tokens": 0},
         {"deadline_seconds": 0},
+        {"deadline_seconds": float("inf")},
         {"stop": ""},
         {"stop": ["a", ""]},
     ):
         with pytest.raises(InvalidValueError):
             scheduler.submit(session, **options)
-    with pytest.raises(ValueError):
-        scheduler.submit(session, priority=7)
+    for options in ({"priority": 7}, {"after": [3]}, {"after": AgentTask(session, 1, lambda: None)}):
+        with pytest.raises(InvalidValueError):
+            scheduler.submit(session, **options)
     with pytest.raises(InvalidValueError, match="manager"):
         scheduler.submit(setup(1)[1][0])
     for options in ({"max_agents": 0}, {"max_agents": 9, "step_tokens": 9}, {"max_tasks": 0}):
@@ -448,6 +495,106 @@ def test_bad_arguments_are_refused_where_they_are_given():
     with pytest.raises(SchedulerClosedError):
         scheduler.submit(session)
     assert session.generate_token() >= 0
+
+
+def test_what_waits_for_a_turn_that_fails_in_its_prefill_goes_on():
+    chunks = []
+    model = T._replace(model=Failing(lambda ids: ids.shape[1] > 1 and chunks.append(1) is None and len(chunks) == 2))
+    scheduler, (session, other) = setup(2)
+    session._model = model
+    failing = AgentScheduler(scheduler.manager, step_tokens=40)
+    bad = failing.submit(session, some_ids(90), max_tokens=5)
+    same = failing.submit(session, [30], max_tokens=2, ignore_eos=True)
+    dependent = failing.submit(other, [30], max_tokens=2, after=[bad])
+    drive(failing)
+    assert isinstance(bad.error(), TaskFailedError) and len(chunks) > 1
+    assert same.error() is None and same.num_tokens == 2 and isinstance(dependent.error(), DependencyError)
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+def test_a_sampler_that_fails_takes_no_draw_from_another(stateful):
+    scheduler, (steady, shaky) = setup(2)
+    _, (twin, _) = setup(2)
+    calls = []
+
+    def fails_at_the_third(logits):
+        calls.append(1)
+        return mx.argmax(logits) if len(calls) < 3 else [][0]
+
+    shaky._sampler = fails_at_the_third
+    for session in (steady, twin):
+        if stateful:
+            session._sampler = Forced([100, 101, 102, 103, 104, 105, 106, 107])
+        else:
+            session.sampling, session._seed = Sampling(temperature=1.0, seed=3), 3
+    tasks = [scheduler.submit(session, max_tokens=8, ignore_eos=True) for session in (steady, shaky)]
+    drive(scheduler)
+    assert isinstance(tasks[1].error(), TaskFailedError) and tasks[1].num_tokens == 1
+    assert tokens(tasks[0]) == [chunk.token for chunk in twin.stream(max_tokens=8, ignore_eos=True)]
+    assert_consistent(shaky)
+
+
+def test_a_token_that_the_tokenizer_does_not_know_fails_its_own_turn():
+    class Odd:
+        def __init__(self):
+            self.eos_token_ids, self.detokenizer = T.tokenizer.eos_token_ids, self
+            self.last_segment = "x"
+
+        def add_token(self, token):
+            if token == 77:
+                raise IndexError(token)
+
+        def finalize(self):
+            pass
+
+    scheduler, (one, other) = setup(2)
+    one._model = one._model._replace(tokenizer=Odd())
+    one._sampler = Forced([50, 77, 51])
+    tasks = [scheduler.submit(session, max_tokens=5, ignore_eos=True) for session in (one, other)]
+    drive(scheduler)
+    assert isinstance(tasks[0].error(), TaskFailedError) and tasks[0].num_tokens == 1
+    assert tokens(tasks[1]) == solo(1, max_tokens=5, ignore_eos=True)
+    assert_consistent(one)
+
+
+def test_a_model_of_other_weights_is_refused_whenever_it_comes():
+    scheduler, (one, _) = setup(2)
+    stranger = AgentSession("stranger", tiny_loaded(fresh=True), scheduler.manager)
+    tasks = [scheduler.submit(one, [20, 21], max_tokens=4), scheduler.submit(stranger, [0, 21], max_tokens=4)]
+    drive(scheduler)
+    assert tasks[0].error() is None and isinstance(tasks[1].error(), InvalidValueError)
+
+
+def test_a_paused_agent_whose_session_closes_ends_and_gives_its_bytes_back():
+    scheduler, (session,) = setup(1)
+    task = scheduler.submit(session, max_tokens=40, ignore_eos=True, buffer_tokens=2)
+    drive(scheduler)
+    session.close()
+    drive(scheduler)
+    assert isinstance(task.error(), SessionClosedError) and scheduler.manager.stats().private_bytes == 0
+
+
+def test_ctrl_c_in_a_hand_driven_step_ends_that_turn_and_no_other():
+    calls = []
+
+    def interrupt(ids):
+        calls.append(1)
+        if ids.shape[1] > 1 and len(calls) == 3:
+            raise KeyboardInterrupt
+        return False
+
+    scheduler, (session, other) = setup(2, step_tokens=40)
+    session._model = T._replace(model=Failing(interrupt))
+    before = session.num_tokens
+    task = scheduler.submit(session, some_ids(100), max_tokens=5)
+    with pytest.raises(KeyboardInterrupt):
+        drive(scheduler)
+    drive(scheduler)
+    assert isinstance(task.error(), TaskFailedError) and session.num_tokens == before
+    assert_consistent(session)
+    again = scheduler.submit(other, [30], max_tokens=2)
+    drive(scheduler)
+    assert again.error() is None
 
 
 # --- handoffs, calls, dependencies --------------------------------------------------------------------
@@ -487,6 +634,43 @@ def test_what_depends_on_a_failure_fails_without_running():
     late = scheduler.submit(other, max_tokens=1, after=[research])
     drive(scheduler)
     assert isinstance(late.error(), DependencyError), "also when it had failed long before"
+
+
+def test_a_turn_behind_a_call_that_fails_in_the_same_step_is_not_begun():
+    scheduler, (one,) = setup(1)
+    before = one.num_tokens
+    bad = scheduler.call(lambda: 1 // 0)
+    task = scheduler.submit(one, [200, 201, 202], after=[bad])
+    drive(scheduler)
+    assert isinstance(task.error(), DependencyError) and one.num_tokens == before
+
+
+def test_a_dependency_may_be_another_schedulers():
+    scheduler, (one, two) = setup(2)
+    other = AgentScheduler(scheduler.manager)
+    first = other.submit(one, max_tokens=2, ignore_eos=True)
+    second = scheduler.submit(two, max_tokens=2, ignore_eos=True, after=[first])
+    scheduler._news.clear()
+    drive(scheduler)
+    assert not second.done()
+    scheduler._news.clear()
+    drive(other)
+    assert scheduler._news.is_set(), "woken"
+    drive(scheduler)
+    assert second.error() is None
+
+
+def test_an_agent_that_gets_its_context_first_has_nothing_to_catch_up():
+    scheduler, (busy, late, sender) = setup(3, max_agents=1)
+    for _ in range(6):
+        scheduler.submit(busy, max_tokens=5, ignore_eos=True)
+    while scheduler.stats().num_finished < 4:
+        scheduler.step()
+    scheduler.handoff(sender, late)
+    scheduler.submit(late, max_tokens=5, ignore_eos=True)
+    scheduler.step()
+    assert scheduler._schedule._served[late] >= 20
+    drive(scheduler)
 
 
 def test_work_on_a_session_keeps_its_order_whatever_its_kind():
@@ -566,3 +750,25 @@ def test_readers_that_all_come_back_share_the_places():
         scheduler.step()
         read = [found + tokens(task) for found, task in zip(read, tasks, strict=True)]
     assert read == [solo(i, max_tokens=9, ignore_eos=True) for i in range(3)]
+
+
+def test_a_long_prompt_may_fill_a_step_beyond_the_sessions_own_chunks():
+    scheduler, (session,) = setup(1, step_tokens=300)
+    session._step = 40
+    scheduler.submit(session, some_ids(200), max_tokens=1)
+    scheduler.step()
+    assert scheduler.stats().prefill_tokens == 200
+
+
+def test_the_role_is_told_again_when_the_message_was_taken_back():
+    scheduler, _ = setup(0)
+    session, twin = (AgentSession("agent", T, scheduler.manager, role_prompt="You are R.") for _ in range(2))
+    task = scheduler.submit(session, "hello", max_tokens=9)
+    scheduler.step()
+    task.cancel()
+    drive(scheduler)
+    assert task.num_tokens == 0 and session.messages == []
+    again = scheduler.submit(session, "hello", max_tokens=9)
+    drive(scheduler)
+    assert again.text == twin.reply("hello", max_tokens=9)
+    assert [m.role for m in session.messages] == ["system", "user", "assistant"]

@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -224,6 +225,39 @@ def test_a_loop_that_closed_while_its_reader_waited_stops_nobody():
         assert blocked.result(30) and scheduler.submit(other, max_tokens=4, ignore_eos=True).result(30) is not None
         assert task.result(30) == task.text and task.num_tokens == 4
     reader._log_destroy_pending = False  # it never ended: its loop is gone
+
+
+def test_a_reader_that_drains_a_full_buffer_always_wakes_its_agent(monkeypatch):
+    scheduler, (session,) = setup(1)
+    with scheduler:
+        task = scheduler.submit(session, max_tokens=12, ignore_eos=True, buffer_tokens=1)
+        wake = task._wake
+
+        def wake_and_dawdle() -> None:
+            wake()
+            time.sleep(0.02)  # time for the scheduler to look, and to go to sleep
+
+        task._wake = wake_and_dawdle
+        assert len(list(task)) == 12
+
+
+def test_asyncio_a_reader_that_gave_up_is_forgotten():
+    scheduler, (session,) = setup(1)
+    release = threading.Event()
+
+    async def main() -> int:
+        task = scheduler.submit(session, max_tokens=2, ignore_eos=True)
+        for _ in range(20):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(anext(task.__aiter__()), 0.001)
+        count = len(task._readers)
+        release.set()
+        await task
+        return count
+
+    with scheduler:
+        scheduler.call(lambda: release.wait(30), sessions=[session])
+        assert asyncio.run(main()) == 0
 
 
 def test_closing_ends_everything_and_leaves_the_sessions():
