@@ -16,11 +16,13 @@ EXTRAS := $(EXTRAS),cpu
 WITH_BLAS = $(shell $(BIN)/python tools/openblas.py)
 endif
 
+AS_ROOT := $(if $(filter 0,$(shell id -u)),,sudo)
+
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint check clean
+.PHONY: help install demo test test-metal lint check clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-9s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' Makefile
 
 install: $(STAMP) ## a virtual environment with the package in it
 
@@ -47,6 +49,14 @@ test: $(STAMP) ## the tests, then the slow ones on a real model (fetched once)
 	@echo "== slow tests: a real model"
 	@$(WITH_BLAS) $(BIN)/python -m pytest -m slow $(ARGS)$(OR_NONE)
 
+test-metal: $(STAMP) ## the Metal kernels: on Linux in all modes of the simulator (installs clang-19), on a Mac on its GPU
+ifeq ($(SYSTEM),Linux)
+	@command -v clang-19 >/dev/null || { echo "== installing clang-19"; \
+		$(AS_ROOT) apt-get update -qq && $(AS_ROOT) apt-get install -qq -y --no-install-recommends \
+		clang-19 libclang-rt-19-dev llvm-19 libstdc++-12-dev >/dev/null; }
+endif
+	@METALSIM_REQUIRED=1 $(WITH_BLAS) $(BIN)/python -m pytest -m metal $(ARGS)
+
 lint: $(STAMP) ## formatting, lint and types
 	@echo "== ruff"
 	@$(BIN)/ruff format --check .
@@ -56,7 +66,7 @@ lint: $(STAMP) ## formatting, lint and types
 	@ln -s "$(CURDIR)"/mlx_qkvshare/*.py "$(CURDIR)"/cli build/typecheck/mlx_qkvshare/
 	@$(BIN)/mypy
 
-check: test lint ## all of it
+check: test test-metal lint ## all of it
 
 clean: ## remove the virtual environment and all that was built
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

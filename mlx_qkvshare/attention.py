@@ -18,6 +18,7 @@ import mlx.core as mx
 
 from .batch_cache import BatchLayerCache
 from .cascade import attend_together
+from .cascade_kernel import attend_with_kernel
 from .errors import UnsupportedModelError
 from .layer_cache import LayerCache, routing
 from .parts import compute_dtype, part_output, part_scores
@@ -30,6 +31,8 @@ class Route(enum.Enum):
     """Scores and outputs by `quantized_matmul` on the packed bytes; nothing is unpacked."""
     DEQUANTIZE = "dequantize"
     """This layer's parts are unpacked and joined, transiently, for `mx.fast.scaled_dot_product_attention`."""
+    KERNEL = "kernel"
+    """One Metal kernel for each part, which reads every packed byte once for all rows, and one that merges them."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,8 @@ class QuantizedAttention:
     `packed_rows` is the largest number of query rows per KV head (R * L) that reads packed bytes
     directly, as decoding always does; more rows amortise one dequantization per layer (mlx-lm #1510,
     unsloth-zoo #1151). `packed_batch_rows` is the same for sessions that decode together, whose rows are
-    folded into plain matmuls. The defaults are the crossovers measured on a CPU. `route` forces a route.
+    folded into plain matmuls. The defaults are the crossovers measured on a CPU. `route` forces a route; the
+    kernel, which needs a Metal device, is taken only that way until a Mac has shown where it wins.
     """
 
     packed_rows: int = 12
@@ -60,20 +64,29 @@ class QuantizedAttention:
     def decide(self, num_queries: int, gqa_factor: int) -> Decision:
         """Choose the route of one session for L = `num_queries` new tokens and R = `gqa_factor`."""
         rows = num_queries * gqa_factor
-        if num_queries == 1 and self.route is None:
-            return Decision(Route.PACKED, f"{rows} rows per KV head, decoding")
+        if num_queries == 1 and self._wanted is None:
+            return Decision(Route.PACKED, f"{rows} rows per KV head, decoding{self._note}")
         return self._by_rows(rows, self.packed_rows)
 
     def decide_batch(self, num_sessions: int, gqa_factor: int) -> Decision:
         """Choose the route of `num_sessions` sessions that decode one token each together."""
         return self._by_rows(num_sessions * gqa_factor, self.packed_batch_rows)
 
+    @property
+    def _wanted(self) -> Route | None:
+        return None if self._note else self.route
+
+    @property
+    def _note(self) -> str:
+        is_missing = self.route is Route.KERNEL and not mx.metal.is_available()
+        return "; the kernel was asked for, but there is no Metal device" if is_missing else ""
+
     def _by_rows(self, rows: int, limit: int) -> Decision:
-        if self.route is not None:
-            return Decision(self.route, "as asked")
+        if self._wanted is not None:
+            return Decision(self._wanted, "as asked")
         if rows <= limit:
-            return Decision(Route.PACKED, f"{rows} rows per KV head, at most {limit}")
-        return Decision(Route.DEQUANTIZE, f"{rows} rows per KV head, more than {limit}")
+            return Decision(Route.PACKED, f"{rows} rows per KV head, at most {limit}{self._note}")
+        return Decision(Route.DEQUANTIZE, f"{rows} rows per KV head, more than {limit}{self._note}")
 
     def attend(
         self,
@@ -97,10 +110,15 @@ class QuantizedAttention:
         num_heads, num_queries = queries.shape[1:3]
         gqa_factor = num_heads // cache.spec.n_kv_heads
         if isinstance(cache, BatchLayerCache):
-            unpack = self.decide_batch(len(cache.rows), gqa_factor).route is Route.DEQUANTIZE
+            route = self.decide_batch(len(cache.rows), gqa_factor).route
+            if route is Route.KERNEL:
+                return attend_with_kernel(queries, cache, scale=scale, sinks=sinks)
+            unpack = route is Route.DEQUANTIZE
             return attend_together(queries, cache, scale=scale, sinks=sinks, unpack=unpack)
         route = self.decide(num_queries, gqa_factor).route
-        if cache.shared_tokens == 0 or route is Route.DEQUANTIZE:
+        if route is Route.KERNEL and not isinstance(mask, mx.array):  # the kernel's own mask is the causal one
+            return attend_with_kernel(queries, cache, scale=scale, sinks=sinks)
+        if cache.shared_tokens == 0 or route is not Route.PACKED:
             keys, values = cache.keys_and_values()
             return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
         return _attend_packed(queries, cache, scale=scale, mask=mask, sinks=sinks)

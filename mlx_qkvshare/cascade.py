@@ -10,12 +10,13 @@ D head dim, Dv value dim.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import mlx.core as mx
 
 from .batch_cache import BatchLayerCache, SegmentGroup
 from .kernels import merge_state_ops
+from .layer_cache import stack_tails
 from .parts import compute_dtype, exponential, part_output, part_scores
 
 _LOWEST = -3.0e38  # finite: infinity minus infinity would be NaN
@@ -95,14 +96,9 @@ def _tail_partial(rows: mx.array, batch: BatchLayerCache) -> _Partial:
 
 def _short_tails(rows: mx.array, batch: BatchLayerCache, longest: int) -> _Partial:
     """Tails of a few hundred rows are copied side by side: that costs less than operations for every session."""
-    capacity = max(cache.capacity for cache in batch.rows)
 
-    def side_by_side(role: str) -> mx.array:
-        buffers = [getattr(cache, role) for cache in batch.rows]
-        missing = [capacity - buffer.shape[2] for buffer in buffers]
-        widen = [[(0, 0), (0, 0), (0, count), (0, 0)] for count in missing]
-        padded = [mx.pad(b, w) if n else b for b, w, n in zip(buffers, widen, missing, strict=True)]
-        return mx.concatenate(padded)[:, :, :longest].astype(rows.dtype)
+    def side_by_side(role: Literal["keys", "values"]) -> mx.array:
+        return stack_tails(batch.rows, role)[:, :, :longest].astype(rows.dtype)
 
     scores = rows @ side_by_side("keys").swapaxes(-1, -2)
     ends = mx.array([cache.tail_tokens for cache in batch.rows])[:, None, None, None]

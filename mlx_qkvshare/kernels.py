@@ -1,7 +1,7 @@
-"""Metal kernels: read from `metal/*.metal`, built once, launched here; each with its ops twin.
+"""Metal kernels: read from `metal/*.metal` and built once; and `merge_state` with its ops twin.
 
-No kernel is routed to yet: `attention.py` runs MLX's own operations everywhere until the decode kernel
-that feeds `merge_state` has won on a Mac.
+They run where `Route.KERNEL` is asked for. By itself the router takes MLX's own operations, until a Mac has shown
+where ours win.
 """
 
 from __future__ import annotations
@@ -37,16 +37,24 @@ def kernel_source(name: str) -> tuple[str, str]:
 
 
 @functools.cache
-def merge_state_kernel() -> Any:
-    """The built kernel object; building needs no Metal device, launching does."""
-    header, body = kernel_source("merge_state")
+def build_kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Any:
+    """The kernel object of `metal/<name>.metal`; building needs no Metal device, launching does.
+
+    Inputs come as they are, strided or not: a hidden copy of a shared segment would undo the sharing.
+    """
+    header, body = kernel_source(name)
     return mx.fast.metal_kernel(
-        name="merge_state",
-        input_names=["maxima", "sums", "outputs", "num_parts"],
-        output_names=["merged"],
+        name=name,
+        input_names=list(inputs),
+        output_names=list(outputs),
         header=header,
         source=body,
+        ensure_row_contiguous=False,
     )
+
+
+def merge_state_kernel() -> Any:
+    return build_kernel("merge_state", ("maxima", "sums", "outputs", "num_parts"), ("merged",))
 
 
 def merge_state(maxima: mx.array, sums: mx.array, outputs: mx.array, dtype: mx.Dtype) -> mx.array:
@@ -62,7 +70,7 @@ def merge_state(maxima: mx.array, sums: mx.array, outputs: mx.array, dtype: mx.D
         return merge_state_ops(maxima, sums, outputs, dtype)
     num_parts, num_rows, head_dim = outputs.shape
     (merged,) = merge_state_kernel()(
-        inputs=[maxima, sums, outputs, mx.array(num_parts)],
+        inputs=[*map(mx.contiguous, (maxima, sums, outputs)), mx.array(num_parts)],
         template=[("T", dtype)],
         grid=(head_dim, num_rows, 1),
         threadgroup=(min(head_dim, 256), 1, 1),

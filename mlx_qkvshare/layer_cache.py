@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, Protocol
 
 import mlx.core as mx
 
@@ -232,3 +232,14 @@ def placeholder(cache: Any, new: mx.array, num_tokens: int, role: str) -> KVArra
     """An array of the right shape that only `attend` may read: all NaN."""
     nan = mx.array(float("nan"), new.dtype)
     return _tagged(mx.broadcast_to(nan, (*new.shape[:2], num_tokens, new.shape[3])), cache, role)
+
+
+def stack_tails(caches: Sequence[LayerCache], role: Literal["keys", "values"]) -> mx.array:
+    """The tail buffers of several sessions side by side [N, Hk, capacity, D], a copy; one session's is itself."""
+    buffers = [getattr(cache, role) for cache in caches]
+    if len(buffers) == 1:
+        return buffers[0]
+    capacity = max(buffer.shape[2] for buffer in buffers)
+    missing = [capacity - buffer.shape[2] for buffer in buffers]
+    widen = [[(0, 0), (0, 0), (0, count), (0, 0)] for count in missing]
+    return mx.concatenate([mx.pad(b, w) if n else b for b, w, n in zip(buffers, widen, missing, strict=True)])

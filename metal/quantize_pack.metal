@@ -1,0 +1,72 @@
+// Quantize rows of keys or values and pack their codes: one simdgroup for each group of channels.
+// The rule is that of mx.quantize on a CPU: the largest magnitude of a group is met exactly. (MLX's own Metal kernel
+// starts its maximum at 0, which widens the range of groups that are negative throughout.)
+//
+// B batch, Hk KV heads, T tokens, D head dim, P padded dim, G group size.
+#include <metal_stdlib>
+using namespace metal;
+
+template <typename T, int BITS, int GROUP, int DIM, int GROUPS>
+[[kernel]] void quantize_pack(
+    const device T* rows [[buffer(0)]],          // [B, Hk, T, D]
+    const constant int* rows_shape [[buffer(1)]],
+    const constant int64_t* rows_strides [[buffer(2)]],
+    device uint* packed [[buffer(3)]],           // [B, Hk, T, P * BITS / 32], P = GROUPS * GROUP
+    device T* scales [[buffer(4)]],              // [B, Hk, T, GROUPS]
+    device T* biases [[buffer(5)]],
+    uint3 threadgroup_position_in_grid [[threadgroup_position_in_grid]],
+    uint simdgroup_index_in_threadgroup [[simdgroup_index_in_threadgroup]],
+    uint thread_index_in_simdgroup [[thread_index_in_simdgroup]]) {
+  constexpr int OWN = GROUP / 32;  // channels of a lane
+  constexpr int WORDS = GROUP * BITS / 32;
+  constexpr float LAST_CODE = float((1 << BITS) - 1);
+  threadgroup uint codes[GROUPS * GROUP];
+
+  const int group = simdgroup_index_in_threadgroup;
+  const int lane = thread_index_in_simdgroup;
+  const size_t row = threadgroup_position_in_grid.x;  // of B * Hk * T
+  const size_t token = row % rows_shape[2];
+  const size_t head = row / rows_shape[2];
+  const size_t at = head / rows_shape[1] * rows_strides[0] + head % rows_shape[1] * rows_strides[1] +
+      token * rows_strides[2];
+
+  float values[OWN];
+  float smallest = INFINITY;
+  float largest = -INFINITY;
+  for (int i = 0; i < OWN; i++) {
+    const int channel = min(group * GROUP + i * 32 + lane, DIM - 1);  // padded by the edge channel
+    values[i] = float(rows[at + channel * rows_strides[3]]);
+    smallest = min(smallest, values[i]);
+    largest = max(largest, values[i]);
+  }
+  smallest = simd_min(smallest);
+  largest = simd_max(largest);
+
+  const bool is_negative = abs(smallest) > abs(largest);
+  const float edge = is_negative ? smallest : largest;
+  float scale = max((largest - smallest) / LAST_CODE, 1e-7f);
+  scale = is_negative ? scale : -scale;
+  const float steps = rint(edge / scale);
+  float bias = 0.0f;
+  if (steps != 0.0f) {
+    scale = edge / steps;
+    bias = edge;
+  }
+  for (int i = 0; i < OWN; i++) {
+    codes[group * GROUP + i * 32 + lane] = uint(clamp(rint((values[i] - bias) / scale), 0.0f, LAST_CODE));
+  }
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+  for (int word = lane; word < WORDS; word += 32) {
+    uint bits = 0;
+    for (int code = word * 32 / BITS; code * BITS < word * 32 + 32; code++) {
+      const int shift = code * BITS - word * 32;  // a code may begin in the word before, or end in the next
+      const uint value = codes[group * GROUP + code];
+      bits |= shift < 0 ? value >> -shift : value << shift;
+    }
+    packed[(row * GROUPS + group) * WORDS + word] = bits;
+  }
+  if (lane == 0) {
+    scales[row * GROUPS + group] = T(scale);
+    biases[row * GROUPS + group] = T(bias);
+  }
+}
