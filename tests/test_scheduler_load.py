@@ -18,15 +18,18 @@ def test_a_short_load() -> None:
 
 
 @pytest.mark.slow
-def test_ten_processes_of_two_thousand_steps_exit_with_0() -> None:
+def test_ten_processes_exit_with_0_two_of_them_after_two_thousand_steps() -> None:
+    def steps(seed: int) -> int:
+        return 2000 if seed <= 2 else 300
+
     def run(seed: int) -> subprocess.CompletedProcess[str]:
         # Two at a time on few cores: BLAS threads of their own would only get in each other's way.
         environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
-        command = [sys.executable, scheduler_load.__file__, str(seed), "2000"]
+        command = [sys.executable, scheduler_load.__file__, str(seed), str(steps(seed))]
         return subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
 
     with ThreadPoolExecutor(2) as pool:
-        for found in pool.map(run, range(1, 11)):
+        seeds = range(1, 11)
+        for seed, found in zip(seeds, pool.map(run, seeds), strict=True):
             assert (found.returncode, found.stderr) == (0, ""), found.stderr
-            assert json.loads(found.stdout)["steps"] >= 2000
-            print(found.stdout)
+            assert json.loads(found.stdout)["steps"] >= steps(seed)
