@@ -28,7 +28,7 @@ class Route(enum.Enum):
     """How one attention call reads the packed prefix."""
 
     PACKED = "packed"
-    """Scores and outputs by `quantized_matmul` on the packed bytes; nothing is unpacked."""
+    """Scores and outputs part by part, by `quantized_matmul` on the packed bytes (a CPU converts whole bytes first)."""
     DEQUANTIZE = "dequantize"
     """This layer's parts are unpacked and joined, transiently, for `mx.fast.scaled_dot_product_attention`."""
     KERNEL = "kernel"

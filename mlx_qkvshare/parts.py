@@ -41,7 +41,7 @@ def _operands(tensor: QuantizedTensor, num_tokens: int, compute: mx.Dtype) -> tu
 def part_scores(rows: mx.array, keys: QuantizedTensor, num_tokens: int, *, unpack: bool = False) -> mx.array:
     """`rows` [1, Hk, M, D] against one part's keys: [1, Hk, M, num_tokens]; `unpack` dequantizes them first."""
     plan = keys.plan
-    if unpack or not plan.is_quantized:
+    if unpack or not plan.is_quantized or keys.is_cheap_to_unpack:
         return rows @ dequantize(keys, num_tokens).astype(rows.dtype).swapaxes(-1, -2)
     rows = pad_last(rows, plan.padded_dim, mode="constant")
     operands = _operands(keys, num_tokens, rows.dtype)
@@ -52,7 +52,7 @@ def part_scores(rows: mx.array, keys: QuantizedTensor, num_tokens: int, *, unpac
 def part_output(weights: mx.array, values: QuantizedTensor, num_tokens: int, *, unpack: bool = False) -> mx.array:
     """`weights` [1, Hk, M, num_tokens] times one part's values: [1, Hk, M, Dv]; `unpack` dequantizes them first."""
     plan = values.plan
-    if unpack or not plan.is_quantized:
+    if unpack or not plan.is_quantized or values.is_cheap_to_unpack:
         return weights @ dequantize(values, num_tokens).astype(weights.dtype)
     operands = _operands(values, num_tokens, weights.dtype)
     weights = pad_last(weights, operands[0].shape[2], mode="constant")

@@ -30,6 +30,7 @@ from mlx_qkvshare import (
 from mlx_qkvshare.attention import Route
 from mlx_qkvshare.errors import InvalidValueError, UnsupportedModelError
 from mlx_qkvshare.layer_cache import KVArray
+from mlx_qkvshare.quantize import dequantize
 
 PACKED, DEQUANTIZE = QuantizedAttention(route=Route.PACKED), QuantizedAttention(route=Route.DEQUANTIZE)
 PROMPT = [0, *range(40, 90), *range(300, 340)]
@@ -172,12 +173,27 @@ def test_the_packed_route_unpacks_nothing_and_the_other_one_does(monkeypatch):
     called = []
     for module in ("layer_cache", "parts"):
         monkeypatch.setattr(f"mlx_qkvshare.{module}.dequantize", lambda *a: called.append(a))
-    cache, *_ = Case(((64, 64),), 0).build()
+    cache, *_ = Case(((64, 64),), 0, quant=QuantSpec(4, 4, 32)).build()
     mx.eval(PACKED.attend(normal(1, 4, 1, 64), cache, scale=1.0))
     assert not called
+    (view,) = cache.prefix.views
+    assert not view.segment.layers[0].keys.is_cheap_to_unpack
     with pytest.raises((AttributeError, TypeError, ValueError)):
         DEQUANTIZE.attend(normal(1, 4, 1, 64), cache, scale=1.0)
     assert called
+
+
+@pytest.mark.skipif(mx.default_device().type == mx.gpu, reason="a rule of the CPU")
+@pytest.mark.parametrize(
+    ("bits", "dtype", "is_cheap"), [(8, "float32", True), (8, "float16", False), (4, "float32", False)]
+)
+def test_a_cpu_converts_whole_bytes(bits, dtype, is_cheap):
+    case = Case(((64, 64), (40, 33)), 5, quant=QuantSpec(bits, bits, 32), dtype=dtype)
+    cache = case.build()[0]
+    tensor = cache.prefix.views[0].segment.layers[0].values
+    assert tensor.is_cheap_to_unpack == is_cheap
+    full = mx.dequantize(*tensor.arrays, group_size=32, bits=bits)
+    np.testing.assert_allclose(np.array(dequantize(tensor)), np.array(full), rtol=1e-3 if dtype == "float16" else 1e-6)
 
 
 # --- the seam --------------------------------------------------------------------------------------
