@@ -55,7 +55,7 @@ ifeq ($(SYSTEM),Linux)
 		$(AS_ROOT) apt-get update -qq && $(AS_ROOT) apt-get install -qq -y --no-install-recommends \
 		clang-19 libclang-rt-19-dev llvm-19 libstdc++-12-dev >/dev/null; }
 endif
-	@METALSIM_REQUIRED=1 $(WITH_BLAS) $(BIN)/python -m pytest -m metal $(ARGS)
+	@METALSIM_REQUIRED=1 $(WITH_BLAS) $(BIN)/python -m pytest -m 'metal or not slow' tests/metal $(ARGS)
 
 lint: $(STAMP) ## formatting, lint and types
 	@echo "== ruff"
