@@ -21,6 +21,17 @@ class SegmentGroup:
     rows: tuple[int, ...]
     lengths: tuple[int, ...]
 
+    def fold(self, rows: mx.array) -> mx.array:
+        """The rows of these sessions, out of all [N, Hk, M, D], for one attention: [1, Hk, n * M, D]."""
+        num_sessions, num_kv_heads, _, head_dim = rows.shape
+        chosen = rows if len(self.rows) == num_sessions else rows[mx.array(self.rows)]
+        return chosen.swapaxes(0, 1).reshape(1, num_kv_heads, -1, head_dim)
+
+    def places(self, num_sessions: int) -> mx.array:
+        """For each of all sessions its place among these, or n, the place behind them, if it is not one."""
+        places = {row: place for place, row in enumerate(self.rows)}
+        return mx.array([places.get(row, len(self.rows)) for row in range(num_sessions)])
+
 
 def group_segments(caches: Sequence[LayerCache]) -> tuple[SegmentGroup, ...]:
     """Every distinct segment once, with all that read it; `caches` are one layer's, a row each."""

@@ -16,11 +16,8 @@ import mlx.core as mx
 
 from .batch_cache import BatchLayerCache, SegmentGroup
 from .kernels import merge_state_ops
-from .layer_cache import stack_tails
-from .parts import compute_dtype, exponential, part_output, part_scores
-
-_LOWEST = -3.0e38  # finite: infinity minus infinity would be NaN
-_STACKED_TOKENS = 256
+from .layer_cache import STACKED_TOKENS, stack_tails
+from .parts import LOWEST, compute_dtype, exponential, part_output, part_scores
 
 
 class _Partial(NamedTuple):
@@ -63,12 +60,10 @@ def _group_partial(rows: mx.array, group: SegmentGroup, layer: int, unpack: bool
     """The rows of the sessions that read one segment, all at once; other sessions' entries are marked empty."""
     num_sessions, num_kv_heads, gqa_factor, _ = rows.shape
     kv, count, length = group.segment.layers[layer], len(group.rows), max(group.lengths)
-    chosen = rows if count == num_sessions else rows[mx.array(group.rows)]
-    folded = chosen.swapaxes(0, 1).reshape(1, num_kv_heads, count * gqa_factor, -1)
-    scores = part_scores(folded, kv.keys, length, unpack=unpack)
+    scores = part_scores(group.fold(rows), kv.keys, length, unpack=unpack)
     if min(group.lengths) < length:
         ends = mx.repeat(mx.array(group.lengths), gqa_factor)[:, None]
-        scores = mx.where(mx.arange(length) < ends, scores, _LOWEST)
+        scores = mx.where(mx.arange(length) < ends, scores, LOWEST)
     maxima, weights, sums = _exponentials(scores)
     outputs = part_output(weights, kv.values, length, unpack=unpack)
     shape = (num_kv_heads, count, gqa_factor)
@@ -77,20 +72,16 @@ def _group_partial(rows: mx.array, group: SegmentGroup, layer: int, unpack: bool
         sums.reshape(shape).swapaxes(0, 1),
         outputs.reshape(*shape, -1).swapaxes(0, 1),
     )
-    return partial if count == num_sessions else _spread(partial, group.rows, num_sessions)
-
-
-def _spread(partial: _Partial, rows: tuple[int, ...], num_sessions: int) -> _Partial:
-    """Entries of a group's sessions at their places in the batch, an empty state everywhere else."""
-    places = {row: place for place, row in enumerate(rows)}
-    index = mx.array([places.get(row, len(rows)) for row in range(num_sessions)])
+    if count == num_sessions:
+        return partial
+    index = group.places(num_sessions)
     return _Partial(*(mx.concatenate([array, mx.zeros_like(array[:1])])[index] for array in partial))
 
 
 def _tail_partial(rows: mx.array, batch: BatchLayerCache) -> _Partial:
     """Every session over its own private tail. Each holds one token at least, the one of this step."""
     longest = max(cache.tail_tokens for cache in batch.rows)
-    together = _short_tails if longest <= _STACKED_TOKENS else _long_tails
+    together = _short_tails if longest <= STACKED_TOKENS else _long_tails
     return together(rows, batch, longest)
 
 
@@ -102,7 +93,7 @@ def _short_tails(rows: mx.array, batch: BatchLayerCache, longest: int) -> _Parti
 
     scores = rows @ side_by_side("keys").swapaxes(-1, -2)
     ends = mx.array([cache.tail_tokens for cache in batch.rows])[:, None, None, None]
-    maxima, weights, sums = _exponentials(mx.where(mx.arange(longest) < ends, scores, _LOWEST))
+    maxima, weights, sums = _exponentials(mx.where(mx.arange(longest) < ends, scores, LOWEST))
     return _Partial(maxima[..., 0], sums[..., 0], weights @ side_by_side("values"))
 
 
@@ -112,7 +103,7 @@ def _long_tails(rows: mx.array, batch: BatchLayerCache, longest: int) -> _Partia
     for row, (keys, _) in enumerate(tails):
         found = rows[row : row + 1] @ keys.astype(rows.dtype).swapaxes(-1, -2)
         missing = longest - found.shape[-1]
-        scores.append(mx.pad(found, [(0, 0)] * 3 + [(0, missing)], constant_values=_LOWEST) if missing else found)
+        scores.append(mx.pad(found, [(0, 0)] * 3 + [(0, missing)], constant_values=LOWEST) if missing else found)
     maxima, weights, sums = _exponentials(mx.concatenate(scores))
     outputs = [
         weights[row : row + 1, ..., : values.shape[2]] @ values.astype(rows.dtype)

@@ -11,12 +11,10 @@ import mlx.core as mx
 
 from .batch_cache import BatchLayerCache, SegmentGroup, group_segments
 from .kernels import merge_state
-from .layer_cache import LayerCache, stack_tails
+from .layer_cache import STACKED_TOKENS, LayerCache, stack_tails
 from .part_kernel import Partial, attend_part
 from .quantize import QuantizedTensor
 from .spec import FULL_PRECISION_BITS, TensorPlan
-
-_STACKED_TOKENS = 256  # longer tails are read where they are, by a launch for each session
 
 
 def attend_with_kernel(
@@ -49,20 +47,16 @@ def attend_with_kernel(
 
 def _group_partial(rows: mx.array, group: SegmentGroup, layer: int) -> Partial:
     """One launch for all sessions that read the segment; the entries of the others are marked empty."""
-    num_sessions, num_kv_heads, per_head, head_dim = rows.shape
+    num_sessions, num_kv_heads, per_head, _ = rows.shape
     kv, count = group.segment.layers[layer], len(group.rows)
-    chosen = rows if count == num_sessions else rows[mx.array(group.rows)]
-    folded = chosen.swapaxes(0, 1).reshape(1, num_kv_heads, count * per_head, head_dim)
     spans = mx.array([[[0, length] for length in group.lengths for _ in range(per_head)]], mx.int32)
-    partial = attend_part(folded, kv.keys, kv.values, spans, max(group.lengths))
-    places = {row: place for place, row in enumerate(group.rows)}
-    index = mx.array([places.get(row, count) for row in range(num_sessions)])
+    partial = attend_part(group.fold(rows), kv.keys, kv.values, spans, max(group.lengths))
 
     def unfold(array: mx.array) -> mx.array:
         """[S, Hk * n * R * L, ..] to [S, N * Hk * R * L, ..]."""
         array = array.reshape(array.shape[0], num_kv_heads, count, per_head, *array.shape[2:]).swapaxes(1, 2)
         if count < num_sessions:
-            array = mx.concatenate([array, mx.zeros_like(array[:, :1])], axis=1)[:, index]
+            array = mx.concatenate([array, mx.zeros_like(array[:, :1])], axis=1)[:, group.places(num_sessions)]
         return array.reshape(array.shape[0], num_sessions * num_kv_heads * per_head, *array.shape[4:])
 
     return Partial(*map(unfold, partial))
@@ -77,7 +71,7 @@ def _tail_partials(rows: mx.array, caches: Sequence[LayerCache], num_queries: in
         """Row (r, l) sees all up to its own token."""
         return [[0, length - num_queries + row % num_queries + 1] for row in range(per_head)]
 
-    if len(caches) == 1 or max(lengths) <= _STACKED_TOKENS:
+    if len(caches) == 1 or max(lengths) <= STACKED_TOKENS:
         keys, values = (_plain(stack_tails(caches, role)) for role in ("keys", "values"))
         yield attend_part(rows, keys, values, mx.array([spans(n) for n in lengths], mx.int32), max(lengths))
         return

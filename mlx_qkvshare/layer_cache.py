@@ -234,6 +234,9 @@ def placeholder(cache: Any, new: mx.array, num_tokens: int, role: str) -> KVArra
     return _tagged(mx.broadcast_to(nan, (*new.shape[:2], num_tokens, new.shape[3])), cache, role)
 
 
+STACKED_TOKENS = 256  # tails up to here are stacked: a copy of them costs less than operations for every session
+
+
 def stack_tails(caches: Sequence[LayerCache], role: Literal["keys", "values"]) -> mx.array:
     """The tail buffers of several sessions side by side [N, Hk, capacity, D], a copy; one session's is itself."""
     buffers = [getattr(cache, role) for cache in caches]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from .kernels import build_kernel
-from .parts import exponential, part_output, part_scores
+from .parts import LOWEST, exponential, part_output, part_scores
 from .quantize import QuantizedTensor
 from .spec import TensorPlan
 
@@ -23,7 +23,6 @@ _SPLIT_TOKENS = 256
 _MAX_SPLITS = 64
 _BLOCK_ROWS = 16  # rows of a thread, times four columns in registers
 _ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # few, as each is a kernel of its own
-LOWEST = -3.0e38  # finite: infinity minus infinity would be NaN
 
 
 class Partial(NamedTuple):

@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from .quantize import QuantizedTensor, dequantize, pad_last
 
+LOWEST = -3.0e38  # finite: infinity minus infinity would be NaN
 _IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 
 

@@ -225,7 +225,7 @@ class Schedule:
     def _start(self, turn: TurnJob) -> bool:
         """Let the turn be prefilled from now on, or end it; False if it has to wait for bytes."""
         is_running = bool(self._prefilling or self._decoding)
-        if is_running and self._room() <= self._room_when_blocked.get(turn, -1):
+        if is_running and turn in self._room_when_blocked and self._room() <= self._room_when_blocked[turn]:
             return False
         try:
             turn.joining = self._batch.begin(turn.session, turn.prompt, is_budgeted=True, **turn.options)

@@ -14,6 +14,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # tests/, for metalsim
 import metalsim
 from engines import ENGINES, SIMULATED, Engine, require_simulator
 
+from mlx_qkvshare.kernels import build_kernel
+
 
 @pytest.fixture(scope="session")
 def simulator() -> None:
@@ -31,5 +33,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
         yield Engine(name)
         return
     require_simulator()
+    build_kernel.cache_clear()  # a kernel object belongs to the engine that it was made on
     with metalsim.install(SIMULATED[name], available=True) as session:
         yield Engine(name, session)
+    build_kernel.cache_clear()

@@ -22,17 +22,9 @@ from mlx_qkvshare import (
 )
 from mlx_qkvshare.batch_cache import BatchLayerCache, group_segments
 from mlx_qkvshare.cascade_kernel import attend_with_kernel
-from mlx_qkvshare.kernels import build_kernel
 from mlx_qkvshare.layer_cache import LayerCache
 
 KERNEL, OPS = QuantizedAttention(route=Route.KERNEL), QuantizedAttention(route=Route.DEQUANTIZE)
-
-
-@pytest.fixture(autouse=True)
-def fresh_kernels():
-    build_kernel.cache_clear()
-    yield
-    build_kernel.cache_clear()
 
 
 def grown(prefix: Any, manager: Any, tail: int, seed: int) -> LayerCache:

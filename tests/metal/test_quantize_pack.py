@@ -8,19 +8,11 @@ import pytest
 from core_helpers import normal
 from test_attend_part import strided
 
-from mlx_qkvshare.kernels import build_kernel
 from mlx_qkvshare.pack_kernel import quantize_pack
 from mlx_qkvshare.quantize import QuantizedTensor, quantize
 from mlx_qkvshare.spec import TensorPlan
 
 BITS, GROUPS, DIMS = (2, 3, 4, 5, 6, 8), (32, 64, 128), (64, 80, 96, 128, 192, 256)
-
-
-@pytest.fixture(autouse=True)
-def fresh_kernels():
-    build_kernel.cache_clear()
-    yield
-    build_kernel.cache_clear()
 
 
 def plan(head_dim: int, bits: int, group: int) -> TensorPlan:
