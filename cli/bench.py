@@ -7,15 +7,18 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
+import mlx.core as mx
 import typer
 
 from .. import QuantSpec
 from ..bench import HandoffRow, MemoryRow, bench_handoff, bench_memory
+from ..bench_attention import AttentionRow, AttentionShape, bench_attention, read_bandwidth, table_of
 from ..bench_decode import DecodeRow, bench_decode
 from ..bench_latency import LatencyRow, bench_latency
 from ..errors import InvalidValueError
 from ..measure import machine, report, versions
 from ..model import DEFAULT_MODEL
+from ..routes import device_name, of_device
 from .options import CacheDir, GroupSize, Model, load_model
 from .terminal import Terminal, format_bytes, format_seconds, make_table
 
@@ -136,6 +139,45 @@ def latency(
     _finish(terminal, "latency", model, rows)
 
 
+@app.command()
+def attention(
+    heads: Annotated[int, typer.Option(help="Query heads.", min=1)] = 32,
+    kv_heads: Annotated[int, typer.Option(help="KV heads.", min=1)] = 8,
+    head_dim: Annotated[int, typer.Option(help="Head dim.", min=1)] = 128,
+    tokens: Annotated[str, typer.Option(help="Shared tokens, comma separated.")] = "512,2048",
+    queries: Annotated[str, typer.Option(help="New tokens of one session, comma separated.")] = "1,2,4,16,64",
+    agents: Annotated[str, typer.Option(help="Sessions that decode together, comma separated.")] = "1,2,4,8",
+    bits: Annotated[str, typer.Option(help="Bits of keys and values, comma separated.")] = "8,4",
+    group_size: GroupSize = 64,
+    repeats: Annotated[int, typer.Option(help="Timed rounds behind each median.", min=1)] = 3,
+    save: Annotated[bool, typer.Option("--save", help="Keep the table: the router uses it from now on.")] = False,
+    table: Annotated[bool, typer.Option("--table", help="Print the table in use, and measure nothing.")] = False,
+    json_only: JsonOnly = False,
+) -> None:
+    """Every way to attend to packed bytes, timed on one layer; says which the router should take where."""
+    terminal = Terminal()
+    if table:
+        terminal.line(str(of_device(device_name())))
+        return
+    if not mx.metal.is_available():
+        terminal.note("no Metal device: the kernel is left out")
+    rows = bench_attention(
+        AttentionShape(heads, kv_heads, head_dim),
+        bits=_counts(bits, "bits"),
+        tokens=_counts(tokens, "tokens"),
+        queries=_counts(queries, "queries"),
+        sessions=_counts(agents, "agents"),
+        group_size=group_size,
+        repeats=repeats,
+        note=terminal.note,
+    )
+    if not json_only:
+        _print_attention(terminal, rows, read_bandwidth())
+    if save:
+        terminal.note(f"kept for {device_name()}: {table_of(rows).save()}")
+    _finish(terminal, "attention", f"one layer of {heads} heads, {kv_heads} KV heads, head dim {head_dim}", rows)
+
+
 def _finish(terminal: Terminal, name: str, model: str | None, rows: Sequence[Any]) -> None:
     found = report(name, model or DEFAULT_MODEL, [dataclasses.asdict(row) for row in rows])
     print(json.dumps(found), file=terminal.out.file)
@@ -222,3 +264,19 @@ def _print_latency(terminal: Terminal, rows: list[LatencyRow]) -> None:
         times = (row.median_seconds, row.p95_seconds, row.longest_seconds, row.prefill_seconds)
         table.add_row(row.way, size, str(row.num_gaps), *map(format_seconds, times))
     terminal.out.print(table)
+
+
+def _print_attention(terminal: Terminal, rows: list[AttentionRow], ceiling: float) -> None:
+    _print_place(terminal, "Milliseconds of one layer's attention, and the route to take")
+    table = make_table(terminal, "L x N", "bits", "tokens", "packed", "unpack", "kernel", "full", "GB/s", "route")
+    for row in rows:
+        times = ["-" if value is None else f"{value:.3g}" for value in row.cold_milliseconds.values()]
+        speed = row.cold_gigabytes_per_second[row.route] or 0.0
+        shape = (f"{row.queries} x {row.sessions}", str(row.bits), str(row.tokens))
+        table.add_row(*shape, *times, f"{speed:.2f}", row.route)
+    terminal.out.print(table)
+    terminal.line(
+        "L new tokens of each of N agents. unpack: dequantized for this call. full: never packed,\n"
+        "a copy for each agent. Memory is cold, as in a model; the JSON line has warm times, too.\n"
+        f"GB/s: what the route must read in that time; a plain copy moves {ceiling / 1e9:.1f} GB/s here."
+    )

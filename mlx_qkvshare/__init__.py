@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from .attention import QuantizedAttention, Route, quantized_attention
+from .attention import QuantizedAttention, quantized_attention
 from .batch import AgentBatch, BatchEvent
 from .chat import Message
 from .errors import QKVShareError
@@ -11,6 +11,7 @@ from .layer_cache import LayerCache
 from .manager import SharedKVCacheManager
 from .package import HandoffPackage
 from .prefix import SharedPrefix
+from .routes import Route, RouteTable
 from .sampling import Sampling
 from .schedule import SchedulerStats
 from .scheduler import AgentScheduler
@@ -42,6 +43,7 @@ __all__ = [
     "QuantSpec",
     "QuantizedAttention",
     "Route",
+    "RouteTable",
     "Sampling",
     "SchedulerStats",
     "SegmentView",

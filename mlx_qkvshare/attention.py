@@ -6,11 +6,10 @@ Letters: H query heads, Hk KV heads, R = H / Hk, L new tokens, S tokens of one p
 from __future__ import annotations
 
 import contextlib
-import enum
 import functools
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,71 +21,40 @@ from .cascade_kernel import attend_with_kernel
 from .errors import UnsupportedModelError
 from .layer_cache import LayerCache, routing
 from .parts import compute_dtype, part_output, part_scores
-
-
-class Route(enum.Enum):
-    """How one attention call reads the packed prefix."""
-
-    PACKED = "packed"
-    """Scores and outputs part by part, by `quantized_matmul` on the packed bytes (a CPU converts whole bytes first)."""
-    DEQUANTIZE = "dequantize"
-    """This layer's parts are unpacked and joined, transiently, for `mx.fast.scaled_dot_product_attention`."""
-    KERNEL = "kernel"
-    """One Metal kernel for each part, which reads every packed byte once for all rows, and one that merges them."""
-
-
-@dataclass(frozen=True)
-class Decision:
-    """The router's choice for one call, and why. `print` it."""
-
-    route: Route
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.route.value}: {self.reason}"
+from .routes import Decision, Kind, Route, RouteTable, device_name, of_device
+from .segment import SharedSegment
+from .spec import FULL_PRECISION_BITS
 
 
 @dataclass(frozen=True)
 class QuantizedAttention:
-    """Attention for queries over (packed segments ++ full-precision tail), with a router between two paths.
+    """Attention for queries over (packed segments ++ full-precision tail), with a router between its ways.
 
-    `packed_rows` is the largest number of query rows per KV head (R * L) that reads packed bytes
-    directly, as decoding always does; more rows amortise one dequantization per layer (mlx-lm #1510,
-    unsloth-zoo #1151). `packed_batch_rows` is the same for sessions that decode together, whose rows are
-    folded into plain matmuls. The defaults are the crossovers measured on a CPU. `route` forces a route; the
-    kernel, which needs a Metal device, is taken only that way until a Mac has shown where it wins.
+    The router looks up the nearest point of `table`, by default this device's: the one that `qkvshare bench attention
+    --save` measured here, else the one that comes with the package. `route` forces a route; the kernel needs a
+    Metal device.
     """
 
-    packed_rows: int = 12
-    packed_batch_rows: int = 4
     route: Route | None = None
+    table: RouteTable | None = None
 
-    def decide(self, num_queries: int, gqa_factor: int) -> Decision:
-        """Choose the route of one session for L = `num_queries` new tokens and R = `gqa_factor`."""
-        rows = num_queries * gqa_factor
-        if num_queries == 1 and self._wanted is None:
-            return Decision(Route.PACKED, f"{rows} rows per KV head, decoding{self._note}")
-        return self._by_rows(rows, self.packed_rows)
+    def decide(self, num_queries: int, gqa_factor: int, *, num_tokens: int, bits: int = 8) -> Decision:
+        """The route of one session for L = `num_queries` new tokens and R = `gqa_factor` over `num_tokens` shared ones,
+        with `bits` for keys or values, whichever has more."""
+        return self._decide("one", bits, num_queries * gqa_factor, num_tokens)
 
-    def decide_batch(self, num_sessions: int, gqa_factor: int) -> Decision:
-        """Choose the route of `num_sessions` sessions that decode one token each together."""
-        return self._by_rows(num_sessions * gqa_factor, self.packed_batch_rows)
+    def decide_batch(self, num_sessions: int, gqa_factor: int, *, num_tokens: int, bits: int = 8) -> Decision:
+        """The route of `num_sessions` sessions that decode one token each together over `num_tokens` shared ones."""
+        return self._decide("batch", bits, num_sessions * gqa_factor, num_tokens)
 
-    @property
-    def _wanted(self) -> Route | None:
-        return None if self._note else self.route
-
-    @property
-    def _note(self) -> str:
+    def _decide(self, kind: Kind, bits: int, rows: int, tokens: int) -> Decision:
         is_missing = self.route is Route.KERNEL and not mx.metal.is_available()
-        return "; the kernel was asked for, but there is no Metal device" if is_missing else ""
-
-    def _by_rows(self, rows: int, limit: int) -> Decision:
-        if self._wanted is not None:
-            return Decision(self._wanted, "as asked")
-        if rows <= limit:
-            return Decision(Route.PACKED, f"{rows} rows per KV head, at most {limit}{self._note}")
-        return Decision(Route.DEQUANTIZE, f"{rows} rows per KV head, more than {limit}{self._note}")
+        if self.route is not None and not is_missing:
+            return Decision(self.route, "as asked")
+        found = (self.table or of_device(device_name())).decide(kind, bits=bits, rows=rows, tokens=tokens)
+        if is_missing:
+            return Decision(found.route, f"{found.reason}; the kernel was asked for, but there is no Metal device")
+        return found
 
     def attend(
         self,
@@ -110,18 +78,31 @@ class QuantizedAttention:
         num_heads, num_queries = queries.shape[1:3]
         gqa_factor = num_heads // cache.spec.n_kv_heads
         if isinstance(cache, BatchLayerCache):
-            route = self.decide_batch(len(cache.rows), gqa_factor).route
+            segments = [group.segment for group in cache.groups]
+            tokens = sum(max(group.lengths) for group in cache.groups)
+            route = self.decide_batch(
+                len(cache.rows), gqa_factor, num_tokens=tokens, bits=_bits_of(segments, cache.layer)
+            ).route
             if route is Route.KERNEL:
                 return attend_with_kernel(queries, cache, scale=scale, sinks=sinks)
             unpack = route is Route.DEQUANTIZE
             return attend_together(queries, cache, scale=scale, sinks=sinks, unpack=unpack)
-        route = self.decide(num_queries, gqa_factor).route
+        bits = _bits_of([segment for segment, _ in cache.spans()], cache.layer)
+        route = self.decide(num_queries, gqa_factor, num_tokens=cache.shared_tokens, bits=bits).route
         if route is Route.KERNEL and not isinstance(mask, mx.array):  # the kernel's own mask is the causal one
             return attend_with_kernel(queries, cache, scale=scale, sinks=sinks)
         if cache.shared_tokens == 0 or route is not Route.PACKED:
             keys, values = cache.keys_and_values()
             return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
         return _attend_packed(queries, cache, scale=scale, mask=mask, sinks=sinks)
+
+
+def _bits_of(segments: Sequence[SharedSegment], layer: int) -> int:
+    """The larger of K and V bits of this layer; all segments of a manager are packed alike."""
+    if not segments:
+        return FULL_PRECISION_BITS
+    kv = segments[0].layers[layer]
+    return max(kv.keys.plan.bits, kv.values.plan.bits)
 
 
 def _attend_packed(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from mlx_lm.utils import load_adapters, load_model, load_tokenizer
 from .download import build_from_wheel, hub_folder
 from .errors import InvalidValueError, ModelLoadError, UnsupportedModelError
 from .fingerprint import digest_arrays, digest_text, parameters, rope_digest, tokenizer_digest, weights_digest
+from .folders import default_cache_dir
 from .gguf_cache import converted, is_whole, recorded_weights
 from .gguf_convert import convert
 from .spec import ITEM_BYTES, CacheSpec, Fingerprint, LayerSpec
@@ -53,12 +53,6 @@ class LoadedModel(NamedTuple):
     model: nn.Module
     tokenizer: TokenizerWrapper
     spec: CacheSpec
-
-
-def default_cache_dir() -> Path:
-    """The user's cache folder for converted models; nothing is created."""
-    folder = "Library/Caches" if sys.platform == "darwin" else ".cache"
-    return Path.home() / folder / "mlx_qkvshare"
 
 
 def load(

@@ -35,6 +35,7 @@ from mlx_qkvshare import (
     Message,
     QuantizedAttention,
     QuantSpec,
+    Route,
     Sampling,
     SharedKVCacheManager,
 )
@@ -354,10 +355,10 @@ def test_b78_a_cache_is_bound_to_its_adapter():
 
 
 @pytest.mark.parametrize("quant", [FULL, QuantSpec(), QuantSpec(k_bits=4, v_bits=3)], ids=str)
-@pytest.mark.parametrize("packed_rows", [0, 24], ids=["dequantize", "packed"])
+@pytest.mark.parametrize("route", [Route.DEQUANTIZE, Route.PACKED])
 @pytest.mark.parametrize(("shared", "tail"), [((40,), 10), ((30, 10), 1), ((), 10), ((40,), 0), ((30, 10), 0)])
 @pytest.mark.parametrize("num_queries", [1, 5])
-def test_b80_attention_over_packed_and_private_parts_is_attention(num_queries, shared, tail, packed_rows, quant):
+def test_b80_attention_over_packed_and_private_parts_is_attention(num_queries, shared, tail, route, quant):
     layer = LayerSpec(n_kv_heads=2, k_head_dim=64, v_head_dim=64)
     manager = SharedKVCacheManager(dataclasses.replace(T.spec, layers=(layer,)), quant)
     prefix = manager.get_shared_kv_cache(())
@@ -376,7 +377,7 @@ def test_b80_attention_over_packed_and_private_parts_is_attention(num_queries, s
     queries = mx.random.normal((1, 4, num_queries, 64), key=mx.random.key(3))
     before = np.array(queries)
     mask = "causal" if num_queries > 1 else None
-    got = QuantizedAttention(packed_rows).attend(queries, cache, scale=0.125, mask=mask)
+    got = QuantizedAttention(route).attend(queries, cache, scale=0.125, mask=mask)
 
     keys, values = (
         np.repeat(np.concatenate(x, axis=2).astype(np.float64), 2, axis=1) for x in zip(*parts, strict=True)

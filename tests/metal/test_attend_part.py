@@ -239,7 +239,11 @@ def test_without_a_metal_device_the_router_says_so_and_goes_on() -> None:
     if mx.metal.is_available():
         pytest.skip("there is a Metal device")
     attention = QuantizedAttention(route=Route.KERNEL)
-    for decision in (attention.decide(1, 3), attention.decide(100, 3), attention.decide_batch(8, 3)):
+    for decision in (
+        attention.decide(1, 3, num_tokens=512),
+        attention.decide(100, 3, num_tokens=512),
+        attention.decide_batch(8, 3, num_tokens=512),
+    ):
         assert decision.route is not Route.KERNEL and "no Metal device" in str(decision)
 
 
