@@ -35,5 +35,5 @@ template <typename T>
       sum += weight * outputs[index * head_dim + column];
     }
   }
-  merged[size_t(row) * head_dim + column] = T(sum / total);
+  merged[size_t(row) * head_dim + column] = T(total > 0.0f ? sum / total : 0.0f);
 }

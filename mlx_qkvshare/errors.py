@@ -53,6 +53,10 @@ class IntegrityError(QKVShareError):
     """A checksum or an accounting equation does not hold; the message states both sides."""
 
 
+class KernelBuildError(QKVShareError):
+    """Metal cannot build a kernel; the message names the kernel, its variant and the compiler's first error."""
+
+
 class TaskCancelledError(QKVShareError):
     """The task was cancelled, or its scheduler closed; what was generated before stays in the conversation."""
 

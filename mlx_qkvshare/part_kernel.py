@@ -46,9 +46,9 @@ class TilePlan:
     threadgroup_bytes: int
 
     @classmethod
-    def choose(cls, keys: TensorPlan, values: TensorPlan, num_rows: int, item_bytes: int) -> TilePlan:
+    def choose(cls, keys: TensorPlan, values: TensorPlan, num_rows: int) -> TilePlan:
         """The smallest number of rows that takes all `num_rows` at once, or the largest that fits a threadgroup."""
-        fitting = [plan for rows in _ROWS if (plan := cls._of(keys, values, rows, item_bytes)).is_possible]
+        fitting = [plan for rows in _ROWS if (plan := cls._of(keys, values, rows)).is_possible]
         return next((plan for plan in fitting if plan.rows >= num_rows), fitting[-1])
 
     @property
@@ -56,16 +56,24 @@ class TilePlan:
         return self.threadgroup_bytes <= THREADGROUP_BYTES and self.simdgroups <= 8
 
     @classmethod
-    def _of(cls, keys: TensorPlan, values: TensorPlan, rows: int, item_bytes: int) -> TilePlan:
+    def _of(cls, keys: TensorPlan, values: TensorPlan, rows: int) -> TilePlan:
         k, v = _packing(keys, 32), _packing(values, 4)
         blocks, units, chunks = -(-rows // _BLOCK_ROWS), k.dim // 32, v.dim // 4
         share = units if units <= 4 else -(-units // 2)
         simdgroups = max(share, -(-chunks * blocks // 32))
         row_words = max(k.row_words, v.row_words)
         groups = max(k.dim // k.group, v.dim // v.group)
-        floats = rows * (units + _TILE_TOKENS + 1) + _TILE_TOKENS * (row_words + 2 * groups) + 1
-        first = rows * k.dim * item_bytes + 4 * floats
-        return cls(rows, blocks, simdgroups, -(-first // 16) * 16 + 16 * 32 * simdgroups)  # float4 is aligned
+        quads = -(-rows // 4)  # rows come four at a time
+        scores = 16 * _TILE_TOKENS * (quads | 1)
+        writers = min(simdgroups, units)
+        scores *= writers if writers * scores <= 4096 else 1
+        arrays = (
+            *(4 * rows * k.dim, 16 * units * quads),  # queries and their sums
+            *(scores, 16 * quads),  # scores, and factors of the rows
+            *(4 * (_TILE_TOKENS * row_words + 1), 4 * _TILE_TOKENS * groups, 4 * _TILE_TOKENS * groups),  # the stage
+            16 * 32 * simdgroups,  # outputs of the threads
+        )
+        return cls(rows, blocks, simdgroups, sum(-(-size // 16) * 16 for size in arrays))
 
 
 class _Packing(NamedTuple):
@@ -92,7 +100,9 @@ def attend_part(
     *,
     soft_cap: float = 0.0,
 ) -> Partial:
-    """Attend the first `num_tokens` tokens of a part; every packed byte is read once for up to some 64 rows.
+    """Attend the first `num_tokens` tokens of a part; every packed byte is read once for up to 32 rows.
+
+    (At head dim 128; with more rows arithmetic takes far longer than a second reading.)
 
     Shapes:
         rows: [B, Hk, M, Dk], scaled queries
@@ -101,7 +111,7 @@ def attend_part(
     """
     batch, num_heads, num_rows, _ = rows.shape
     k, v = _packing(keys.plan, 32), _packing(values.plan, 4)
-    tile = TilePlan.choose(keys.plan, values.plan, num_rows, rows.dtype.size)
+    tile = TilePlan.choose(keys.plan, values.plan, num_rows)
     num_splits = max(1, min(-(-num_tokens // _SPLIT_TOKENS), _MAX_SPLITS))
     threads, groups, total = 32 * tile.simdgroups, -(-num_rows // tile.rows), batch * num_heads * num_rows
     width = values.plan.head_dim

@@ -13,9 +13,11 @@ from typing import Any
 
 import metalsim
 import mlx.core as mx
+import test_parity
 from test_attend_part import CASES, CHECKED, problem
-from test_quantize_pack import BITS, DIMS, GROUPS, plan
+from test_quantize_pack import BITS, DIMS, GROUPS, STAGED, plan
 
+from mlx_qkvshare.cascade_kernel import attend_with_kernel
 from mlx_qkvshare.kernels import build_kernel, merge_state
 from mlx_qkvshare.pack_kernel import quantize_pack
 from mlx_qkvshare.part_kernel import attend_part
@@ -41,6 +43,12 @@ def main(folder: Path) -> None:
         for bits in BITS:
             for dtype in (mx.float32, mx.float16, mx.bfloat16):
                 quantize_pack(mx.zeros((1, 1, 2, head_dim), dtype), plan(head_dim, bits, group))
+    for head_dim, group, bits, dtype in STAGED:
+        x = mx.zeros((1, 1, 2, head_dim), dtype)
+        quantize_pack(x, plan(head_dim, bits, group), centre=mx.zeros((1, head_dim)), is_rotated=True)
+    for case in (*test_parity.CASES, *test_parity.CHECKED):
+        given = test_parity.problem(case)
+        attend_with_kernel(given.queries, given.cache, **case.options)
     for dtype in (mx.float32, mx.float16, mx.bfloat16):
         merge_state(mx.zeros((2, 16)), mx.ones((2, 16)), mx.zeros((2, 16, 64)), dtype)
     build_kernel.cache_clear()

@@ -217,11 +217,10 @@ def test_packed_bytes_are_read_once_for_all_rows(engine, sessions: int) -> None:
 
 @pytest.mark.parametrize("k_bits", [2, 3, 4, 5, 6, 8, 16])
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
-@pytest.mark.parametrize("item_bytes", [2, 4])
-def test_a_threadgroup_fits_for_any_number_of_rows(head_dim: int, k_bits: int, item_bytes: int) -> None:
+def test_a_threadgroup_fits_for_any_number_of_rows(head_dim: int, k_bits: int) -> None:
     plan = TensorPlan(head_dim, k_bits, 32, -(-head_dim // 32) * 32)
     for num_rows in (1, 3, 8, 24, 64, 200):
-        tile = TilePlan.choose(plan, plan, num_rows, item_bytes)
+        tile = TilePlan.choose(plan, plan, num_rows)
         assert tile.threadgroup_bytes <= THREADGROUP_BYTES and tile.rows % tile.blocks == 0
         assert tile.rows >= min(num_rows, 16), "a GQA group of 16 is never split"
         assert 32 * tile.simdgroups >= -(-head_dim // 4) * tile.blocks, "every column of every block has its thread"
@@ -231,7 +230,7 @@ def test_a_threadgroup_fits_for_any_number_of_rows(head_dim: int, k_bits: int, i
 def test_the_plan_counts_the_threadgroup_memory_that_the_kernel_takes(engine) -> None:
     given = problem(CHECKED[0])
     run(given)
-    tile = TilePlan.choose(given.keys.plan, given.values.plan, given.rows.shape[2], 4)
+    tile = TilePlan.choose(given.keys.plan, given.values.plan, given.rows.shape[2])
     assert engine.report.threadgroup_bytes == tile.threadgroup_bytes
 
 

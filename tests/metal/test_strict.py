@@ -25,8 +25,9 @@ def test_no_complaint_about_any_kernel(simulator: None, monkeypatch: pytest.Monk
         attend_part(*problem(case))
     for dtype in (mx.float32, mx.float16, mx.bfloat16):
         quantize_pack(mx.zeros((1, 1, 2, 80), dtype), plan(80, 3, 32))
+        quantize_pack(mx.zeros((1, 1, 2, 64), dtype), plan(64, 3, 32), centre=mx.zeros((1, 64)), is_rotated=True)
         merge_state(mx.zeros((2, 16)), mx.ones((2, 16)), mx.zeros((2, 16, 64)), dtype)
     build_kernel.cache_clear()
-    assert len(SOURCES) == len(CHECKED) + 6
+    assert len(SOURCES) == len(CHECKED) + 9
     for source in SOURCES.values():
         assert metalsim.complaints(source) == []

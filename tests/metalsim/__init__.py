@@ -7,8 +7,8 @@ A kernel made with `mx.fast.metal_kernel` inside `install(mode)` runs on the eng
     session.reports[-1].traffic["keys"].read
 
 Modes: "fast" (one schedule), "random" (schedules by seed), "race" (every access checked against every other, whatever
-the schedule), "asan" (AddressSanitizer and UndefinedBehaviorSanitizer). A fault raises `KernelFault`, text that is
-not valid Metal `CompileError`.
+the schedule), "asan" (AddressSanitizer and UndefinedBehaviorSanitizer), and "count" (instructions of all lanes, in
+`session.reports[-1].instructions()`). A fault raises `KernelFault`, text that is not valid Metal `CompileError`.
 """
 
 from .compiler import KernelSource, Library, build, require_toolchain
@@ -25,6 +25,7 @@ from .faults import (
     ToolchainMissing,
     Traffic,
 )
+from .instructions import Place
 from .sim import MetalKernel, Session, install
 from .strict import complaints
 
@@ -40,6 +41,7 @@ __all__ = [
     "MetalKernel",
     "MetalSimError",
     "Mode",
+    "Place",
     "Report",
     "Session",
     "Settings",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import pickle
 import platform
 import shutil
 import subprocess
@@ -16,8 +17,9 @@ import mlx.core as mx
 
 from .faults import CompileError, Mode, ToolchainMissing
 from .frontend import entry_point, kernel_parameters, rewrite
+from .instructions import Block, instrument
 
-_HERE = Path(__file__).parent
+_HERE = Path(__file__).resolve().parent
 _SHIM, _ENGINE = _HERE / "shim", _HERE / "engine"
 MLX_HEADERS = Path(mx.__file__).parent / "include"
 PREAMBLE = ("mlx/backend/metal/kernels/utils.h",)  # what MLX puts in front of every custom kernel
@@ -28,18 +30,29 @@ _GENERIC_POINTERS = "+__opencl_c_generic_address_space"
 _LANGUAGE = ["-x", "clcpp", "-cl-std=clc++2021", "-cl-no-stdinc", "--target=x86_64-linux-gnu", "-march=x86-64-v3"]
 # Uninitialised private variables hold NaN. The Thread Sanitizer pass skips accesses wider than 16 bytes, hence no
 # vectorization; the second access of a read-modify-write must not be skipped either.
-_COMMON = ["-fPIC", "-fdenormal-fp-math=ieee", "-ftrivial-auto-var-init=pattern", "-Wno-everything"]
+_COMMON = ["-fPIC", "-fdenormal-fp-math=ieee", "-Wno-everything"]
+_PATTERN = ["-ftrivial-auto-var-init=pattern"]
 _RACE = ["-fsanitize=thread", "-fno-vectorize", "-fno-slp-vectorize"]
 _RACE += ["-mllvm", "-tsan-instrument-read-before-write=1", "-mllvm", "-tsan-instrument-func-entry-exit=0"]
 _ASAN = ["-fsanitize=address,undefined", "-fno-sanitize=vptr,function", "-fno-omit-frame-pointer"]
-_COMPILE = {"fast": ["-O2", "-g1"], "race": ["-O1", "-g1", *_RACE], "asan": ["-O1", "-g", *_ASAN]}
+# What the text means to a GPU: address spaces, no vectors that it does not name, no 64-bit counters of loops; and
+# loops unrolled where the number of turns is constant.
+_COUNT = ["-O2", "-g1", "-Xclang", "-ffake-address-space-map", "-fno-vectorize", "-fno-slp-vectorize"]
+_COUNT += ["-mllvm", "-indvars-widen-indvars=0", "-mllvm", "-unroll-runtime=0"]
+_COMPILE = {
+    "fast": ["-O2", "-g1", *_PATTERN],
+    "race": ["-O1", "-g1", *_PATTERN, *_RACE],
+    "asan": ["-O1", "-g", *_PATTERN, *_ASAN],
+    "count": _COUNT,
+}
 _ENGINE_PARTS = ("engine.cpp", "faults.cpp", "launch.cpp")
 _OBJECTS = {
     "fast": {name: ["-O2"] for name in _ENGINE_PARTS},
+    "count": {name: ["-O2"] for name in _ENGINE_PARTS},
     "race": {name: ["-O2"] for name in (*_ENGINE_PARTS, "memcheck.cpp")},
     "asan": {name: ["-O1", "-g", "-fsanitize=address"] for name in _ENGINE_PARTS},
 }
-_LINK = {"fast": [], "race": [], "asan": ["-fsanitize=address,undefined"]}
+_LINK = {"fast": [], "count": [], "race": [], "asan": ["-fsanitize=address,undefined"]}
 # The compiler's words for what Metal calls otherwise, in its messages.
 _WORDS = {"__global": "device", "__local": "threadgroup", "__private": "thread", "__constant": "constant"}
 _WORDS["__bf16"] = "bfloat"
@@ -76,6 +89,11 @@ class Library:
     source: KernelSource
     mode: Mode
     path: Path
+
+    @functools.cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """The instructions of every basic block; only in mode "count"."""
+        return pickle.loads(self.path.with_suffix(".blocks").read_bytes()) if self.mode == "count" else ()
 
     def places_of(self, offsets: list[int]) -> dict[int, tuple[str, str]]:
         """(`file:line`, its text) of instructions, by their offsets into the shared object; ("", "") if unknown.
@@ -190,6 +208,12 @@ def _compile(source: KernelSource, kind: Mode, text: str, path: Path) -> None:
         code, kernel, library = (Path(folder) / name for name in ("kernel.cl", "kernel.o", "kernel.so"))
         code.write_text(text)
         flags = [*language_flags(generic_pointers=True), *_COMMON, *_COMPILE[kind]]
+        if kind == "count":
+            found = instrument(run_clang([*flags, "-S", "-emit-llvm", str(code), "-o", "-"], source.name).stdout, _SHIM)
+            path.with_suffix(".blocks").write_bytes(pickle.dumps(found.blocks))
+            code = code.with_suffix(".ll")
+            code.write_text(found.text)
+            flags = ["-O1", "-Xclang", "-disable-llvm-passes", "-fPIC", "-march=x86-64-v3", "-Wno-everything"]
         run_clang([*flags, "-c", str(code), "-o", str(kernel)], source.name)
         run_clang(["-shared", "-o", str(library), str(kernel), *map(str, objects), *_LINK[kind], "-lm"], source.name)
         library.replace(path)

@@ -11,9 +11,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from .compiler import Library, runner
-from .faults import MODES, Fault, FaultKind, KernelFault, Mode, Report, Traffic
+from .faults import Fault, FaultKind, KernelFault, Mode, Report, Traffic
+from .instructions import Instrumented, executed
 from .memory import GuardedBytes
 
 _MAX_FAULTS = 16  # of engine/engine.h
@@ -44,8 +46,8 @@ class Settings:
     seconds: int = 60
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise ValueError(f"[Settings] expected a mode of {MODES}, got {self.mode!r}")
+        if self.mode not in get_args(Mode):
+            raise ValueError(f"[Settings] expected a mode of {get_args(Mode)}, got {self.mode!r}")
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,12 @@ def _loaded(path: Path) -> ctypes.CDLL:
     return library
 
 
+def _counters(library: Library) -> ctypes.Array[ctypes.c_uint64]:
+    """One for each basic block, in the library's own memory."""
+    kind = ctypes.c_uint64 * len(library.blocks)
+    return kind.in_dll(_loaded(library.path), Instrumented.COUNTERS) if library.blocks else kind()
+
+
 def _run_here(
     library: Library, plan: _Launch, table: ctypes.Array[_Buffer], buffers: Sequence[Buffer], settings: Settings
 ) -> tuple[list[bytes], list[Fault]]:
@@ -158,6 +166,8 @@ def _run_here(
     try:
         for entry, guarded in zip(table, memory, strict=True):
             entry.data = guarded.address
+        counters = _counters(library)
+        ctypes.memset(counters, 0, ctypes.sizeof(counters))
         _loaded(library.path).msl_launch(ctypes.byref(plan))
         detail = "bytes next to the buffer were written"
         faults = [
@@ -228,6 +238,7 @@ def _report(
         threadgroup_traffic=Traffic(plan.threadgroup_bytes, plan.threadgroup_read, plan.threadgroup_written),
         seconds=seconds,
         faults=(*faults, *more),
+        executed=executed(library.blocks, list(_counters(library))) if library.blocks else {},
     )
 
 

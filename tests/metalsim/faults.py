@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import enum
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-Mode = Literal["fast", "random", "race", "asan"]
-MODES: tuple[Mode, ...] = ("fast", "random", "race", "asan")
+from .instructions import Place
+
+Mode = Literal["fast", "random", "race", "asan", "count"]
+MODES: tuple[Mode, ...] = ("fast", "random", "race", "asan")  # that look for faults
 
 
 class FaultKind(enum.Enum):
@@ -68,7 +72,8 @@ class Report:
 
     `barriers`: threadgroup barriers passed, summed over threadgroups; `simd_operations`: simdgroup operations,
     summed over simdgroups; `threadgroup_bytes`: threadgroup memory of one threadgroup; `traffic` and
-    `threadgroup_traffic` are counted in race mode.
+    `threadgroup_traffic` are counted in race mode, `executed`, the instructions of all lanes by place and class, in
+    count mode.
     """
 
     kernel: str
@@ -82,6 +87,15 @@ class Report:
     threadgroup_traffic: Traffic = Traffic(0, 0, 0)
     seconds: float = 0.0
     faults: tuple[Fault, ...] = ()
+    executed: Mapping[tuple[Place, str], int] = field(default_factory=dict)
+
+    def instructions(self, function: str | None = None) -> Counter[str]:
+        """By class, of all lanes; of one function of the kernel's text, inlined or not, if it is named."""
+        total: Counter[str] = Counter()
+        for (place, kind), count in self.executed.items():
+            if function is None or place.function == function:
+                total[kind] += count
+        return total
 
 
 class MetalSimError(Exception):
@@ -92,8 +106,8 @@ class ToolchainMissing(MetalSimError):
     """clang-19 is not installed, or the machine is not x86-64 Linux."""
 
 
-class CompileError(MetalSimError):
-    """The kernel is not valid; `diagnostics` is all that the compiler said."""
+class CompileError(MetalSimError, RuntimeError):
+    """The kernel is not valid; `diagnostics` is all that the compiler said. A RuntimeError, as MLX's own is."""
 
     def __init__(self, kernel: str, first_error: str, diagnostics: str = "") -> None:
         super().__init__(f"[{kernel}] does not compile: {first_error}")

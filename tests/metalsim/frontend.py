@@ -16,7 +16,7 @@ _ENTRY = """
 typedef decltype({kernel}) __msl_kernel_type;
 extern "C" __attribute__((no_sanitize("thread")))
 void msl_entry(const __private ulong* arguments, const __private __msl_context* context) {{
-  {kernel}({arguments});
+  [[clang::noinline]] {kernel}({arguments});
 }}
 """
 

@@ -41,7 +41,7 @@ def install(mode: Mode = "fast", *, available: bool = False, **settings: Any) ->
     """Run every kernel that is made with `mx.fast.metal_kernel` inside on the engine.
 
     Args:
-        mode: "fast", "random", "race" or "asan".
+        mode: "fast", "random", "race", "asan" or "count".
         available: `mx.metal.is_available()` answers True inside.
         settings: the other fields of `Settings`.
 

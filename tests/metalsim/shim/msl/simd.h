@@ -24,8 +24,9 @@ using __if_simd = enable_if_t<is_arithmetic_v<make_scalar_t<T>>>;
 template <class T>
 METAL_FUNC MSL_UNCHECKED __private __msl_exchange* __exchange(T value, uint site, uint operation) {
   static_assert(sizeof(T) <= 64, "");
+  T posted = value;  // the store has its line here, and is not counted as the kernel's
   int last = 0;
-  __private __msl_exchange* exchange = __msl_simd_post(&value, sizeof(T), site, operation, &last);
+  __private __msl_exchange* exchange = __msl_simd_post(&posted, sizeof(T), site, operation, &last);
   if (last) __msl_simd_release();
   return exchange;
 }
@@ -63,8 +64,9 @@ METAL_FUNC MSL_UNCHECKED T __combine(const __private T* values, uint mask, const
 
 template <class T, class F>
 METAL_FUNC MSL_UNCHECKED T __reduce(T value, uint site, uint operation, F combine) {
+  T posted = value;  // the store has its line here, and is not counted as the kernel's
   int last = 0;
-  __private __msl_exchange* exchange = __msl_simd_post(&value, sizeof(T), site, operation, &last);
+  __private __msl_exchange* exchange = __msl_simd_post(&posted, sizeof(T), site, operation, &last);
   if (last) {
     *(__private T*)exchange->result = __combine((const __private T*)exchange->slots, exchange->mask, combine);
     __msl_simd_release();
