@@ -11,6 +11,7 @@ from .. import QKVShareError, __version__
 from . import bench
 from .chat import chat
 from .demo import demo
+from .serve import serve
 from .terminal import Terminal
 
 
@@ -31,6 +32,7 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(chat)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
 app.add_typer(bench.app, name="bench")
 
 

@@ -30,7 +30,8 @@ HELP = """/agent NAME  hand the conversation to another agent, by reference
 def banner(conversation: Conversation | Panel, model: LoadedModel, source: str | None) -> str:
     """The configuration that holds, read off the objects that apply it."""
     manager, sampling = conversation.manager, conversation.settings.sampling
-    keys, values = manager.plans[0].keys, manager.plans[0].values
+    plan = next(plan for plan in manager.plans if plan is not None)
+    keys, values = plan.keys, plan.values
     groups = sorted({plan.group_size for plan in (keys, values) if plan.is_quantized})
     bits = f"K{keys.bits} V{values.bits}" + (f", groups of {' and '.join(map(str, groups))}" if groups else "")
     seed = "a fresh one" if sampling.seed is None else str(sampling.seed)
@@ -122,7 +123,7 @@ def chat(
     parallel: Annotated[bool, typer.Option("--parallel", help="Every agent answers, all at the same time.")] = False,
     model: options.Model = None,
     cache_dir: options.CacheDir = None,
-    budget: Annotated[str, typer.Option(help="Bytes for all keys and values, such as 512M.")] = "4G",
+    budget: options.Budget = "4G",
     max_context: Annotated[
         int | None, typer.Option(help="Tokens of the conversation.", show_default="the model's")
     ] = None,

@@ -29,6 +29,7 @@ CacheDir = Annotated[
 Bits = Annotated[int | None, typer.Option("--bits", help="Bits of keys and values: 2, 3, 4, 5, 6, 8; 16 = off.")]
 KBits = Annotated[int | None, typer.Option("--k-bits", help="Bits of the keys.", show_default="--bits, or 8")]
 VBits = Annotated[int | None, typer.Option("--v-bits", help="Bits of the values.", show_default="--bits, or 8")]
+Budget = Annotated[str, typer.Option("--budget", help="Bytes for all keys and values, such as 512M.")]
 GroupSize = Annotated[int, typer.Option("--group-size", help="Values per scale: 32, 64 or 128.")]
 Temperature = Annotated[float, typer.Option("--temperature", help="0 takes the most likely token.")]
 

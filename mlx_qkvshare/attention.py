@@ -9,7 +9,7 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from .errors import UnsupportedModelError
 from .layer_cache import LayerCache, routing
 from .parts import compute_dtype, part_output, part_scores
 from .routes import Decision, Kind, Route, RouteTable, device_name, of_device
-from .segment import SharedSegment
+from .segment import LayerKV
 from .spec import FULL_PRECISION_BITS
 
 
@@ -78,38 +78,40 @@ class QuantizedAttention:
         num_heads, num_queries = queries.shape[1:3]
         gqa_factor = num_heads // cache.spec.n_kv_heads
         if isinstance(cache, BatchLayerCache):
-            segments = [group.segment for group in cache.groups]
-            tokens = sum(max(group.lengths) for group in cache.groups)
-            route = self.decide_batch(
-                len(cache.rows), gqa_factor, num_tokens=tokens, bits=_bits_of(segments, cache.layer)
-            ).route
+            tokens, bits = sum(max(group.lengths) for group in cache.groups), _bits_of(cache.rows[0].parts())
+            route = self.decide_batch(len(cache.rows), gqa_factor, num_tokens=tokens, bits=bits).route
             if route is Route.KERNEL:
-                return attend_with_kernel(queries, cache, scale=scale, sinks=sinks)
+                return attend_with_kernel(queries, cache, scale=scale, sinks=sinks, window=cache.spec.window or None)
             unpack = route is Route.DEQUANTIZE
             return attend_together(queries, cache, scale=scale, sinks=sinks, unpack=unpack)
-        bits = _bits_of([segment for segment, _ in cache.spans()], cache.layer)
-        route = self.decide(num_queries, gqa_factor, num_tokens=cache.shared_tokens, bits=bits).route
-        if route is Route.KERNEL and not isinstance(mask, mx.array):  # the kernel's own mask is the causal one
-            return attend_with_kernel(queries, cache, scale=scale, sinks=sinks)
-        if cache.shared_tokens == 0 or route is not Route.PACKED:
+        parts = list(cache.parts())
+        num_shared = sum(rows for _, rows in parts)
+        route = self.decide(num_queries, gqa_factor, num_tokens=num_shared, bits=_bits_of(parts)).route
+        # The kernel's own masks are the causal one and the layer's window.
+        is_causal = mask is None if num_queries == 1 else isinstance(mask, str)
+        if route is Route.KERNEL and is_causal:
+            return attend_with_kernel(queries, cache, scale=scale, sinks=sinks, window=cache.spec.window or None)
+        if not parts or route is not Route.PACKED:
             keys, values = cache.keys_and_values()
             return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
-        return _attend_packed(queries, cache, scale=scale, mask=mask, sinks=sinks)
+        return _attend_packed(queries, cache, parts, scale=scale, mask=mask, sinks=sinks)
 
 
-def _bits_of(segments: Sequence[SharedSegment], layer: int) -> int:
-    """The larger of K and V bits of this layer; all segments of a manager are packed alike."""
-    if not segments:
-        return FULL_PRECISION_BITS
-    kv = segments[0].layers[layer]
-    return max(kv.keys.plan.bits, kv.values.plan.bits)
+def _bits_of(parts: Iterable[tuple[LayerKV, int]]) -> int:
+    """The larger of K and V bits of these parts."""
+    return max((max(kv.keys.plan.bits, kv.values.plan.bits) for kv, _ in parts), default=FULL_PRECISION_BITS)
 
 
 def _attend_packed(
-    queries: mx.array, cache: LayerCache, *, scale: float, mask: mx.array | str | None, sinks: mx.array | None
+    queries: mx.array,
+    cache: LayerCache,
+    parts: Sequence[tuple[LayerKV, int]],
+    *,
+    scale: float,
+    mask: mx.array | str | None,
+    sinks: mx.array | None,
 ) -> mx.array:
     """The ops twin of the decode kernel: scores per part, one softmax over all of them, outputs per part summed."""
-    parts = list(cache.parts())
     num_kv_heads = cache.spec.n_kv_heads
     _, num_heads, num_queries, _ = queries.shape
     gqa_factor = num_heads // num_kv_heads
@@ -118,9 +120,9 @@ def _attend_packed(
     rows = (queries.astype(compute) * scale).reshape(1, num_kv_heads, gqa_factor * num_queries, -1)
 
     scores = [part_scores(rows, kv.keys, length) for kv, length in parts]
-    if cache.tail_tokens:
-        tail_keys, tail_values = cache.tail()
-        scores.append(rows @ tail_keys.astype(compute).swapaxes(-1, -2))
+    tail = cache.tail() if cache.tail_tokens else None
+    if tail is not None:
+        scores.append(rows @ tail[0].astype(compute).swapaxes(-1, -2))
     weights = _softmax(mx.concatenate(scores, axis=-1) if len(scores) > 1 else scores[0],
                        mask=mask, sinks=sinks, gqa_factor=gqa_factor, num_queries=num_queries)  # fmt: skip
 
@@ -128,8 +130,8 @@ def _attend_packed(
     for kv, length in parts:
         outputs.append(part_output(weights[..., start : start + length], kv.values, length))
         start += length
-    if cache.tail_tokens:
-        outputs.append(weights[..., start:] @ tail_values.astype(compute))
+    if tail is not None:
+        outputs.append(weights[..., start:] @ tail[1].astype(compute))
     output = functools.reduce(mx.add, outputs)
     return output.reshape(1, num_heads, num_queries, -1).astype(queries.dtype)
 

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from .attention import QuantizedAttention, nan_error, quantized_attention
-from .batch_cache import BatchLayerCache, bytes_read, group_segments
+from .batch_cache import BatchLayerCache, SegmentGroup, bytes_read
 from .context import Progress
 from .errors import InvalidValueError, QKVShareError, SessionClosedError, typed_error
 from .manager import SharedKVCacheManager
 from .session import AgentSession, StreamChunk, Turn
+from .state_cache import grouped
 
 
 class BatchEvent(NamedTuple):
@@ -248,25 +249,27 @@ class AgentBatch:
 
     def _forward(self, members: list[_Member], tokens: mx.array) -> mx.array:
         """Logits [N, V] behind one more token [N] of every session."""
-        caches = [member.session.caches for member in members]
-        groups = group_segments([layers[0] for layers in caches])
+        caches = [member.session._leaves for member in members]
         self.is_together = len(members) > 1 and self._is_routed(members)
         if not self.is_together:
             logits = mx.stack([member.session._run(member.token.reshape(1))[-1] for member in members])
-            self.kv_bytes_read = sum(bytes_read(group_segments(layers[:1]), [layers]) for layers in caches)
+            self.kv_bytes_read = sum(bytes_read([layers]) for layers in caches)
             return logits
+        groups: dict[int, tuple[SegmentGroup, ...]] = {}
         offset = mx.array([layers[0].offset for layers in caches])
-        batched = [BatchLayerCache(rows, groups, offset) for rows in zip(*caches, strict=True)]
+        batched = grouped(
+            [BatchLayerCache(rows, groups, offset) for rows in zip(*caches, strict=True)], self.manager.spec.grouping
+        )
         with quantized_attention(self._attention):
             logits = members[0].session._model.model(tokens[:, None], cache=batched)[:, -1]
-        self.kv_bytes_read = bytes_read(groups, caches)
+        self.kv_bytes_read = bytes_read(caches)
         return logits
 
     def _is_routed(self, members: list[_Member]) -> bool:
         """Is it known, from a step of a session alone, that every layer's attention reaches ours?"""
         if not self._can_route:
-            caches = (member.session.caches for member in members)
-            self._can_route = any(all(cache.is_decoding_routed for cache in layers) for layers in caches)
+            caches = (member.session._leaves for member in members)
+            self._can_route = any(all(leaf.can_batch and leaf.is_decoding_routed for leaf in each) for each in caches)
         return self._can_route
 
     def _expel(self, members: list[_Member]) -> None:

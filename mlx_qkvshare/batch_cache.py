@@ -53,9 +53,17 @@ class BatchLayerCache:
     `offset` is an array [N], as mlx-lm's batch caches have it, so that RoPE turns every row by its own.
     """
 
-    def __init__(self, rows: Sequence[LayerCache], groups: tuple[SegmentGroup, ...], offset: mx.array):
-        self.rows, self.groups, self.offset = list(rows), groups, offset
+    def __init__(self, rows: Sequence[LayerCache], groups: dict[int, tuple[SegmentGroup, ...]], offset: mx.array):
+        self.rows, self.offset = list(rows), offset
         self.layer, self.spec = rows[0].layer, rows[0].spec
+        self._groups = groups  # by window; all layers of a step share this dictionary
+
+    @property
+    def groups(self) -> tuple[SegmentGroup, ...]:
+        """The segments that layers of this window read in this step, found once for all of them."""
+        if self.spec.window not in self._groups:
+            self._groups[self.spec.window] = group_segments(self.rows)
+        return self._groups[self.spec.window]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append `keys` and `values` [N, Hk, 1, D], a row to every session; return tagged placeholders."""
@@ -64,12 +72,12 @@ class BatchLayerCache:
             raise InvalidValueError(f"[BatchLayerCache] keys: expected {expected}, got {tuple(keys.shape)}")
         for row, cache in enumerate(self.rows):
             cache.append(keys[row : row + 1], values[row : row + 1])
-        longest = max(cache.offset for cache in self.rows)
+        longest = max(cache.num_keys for cache in self.rows)
         return placeholder(self, keys, longest, "k"), placeholder(self, values, longest, "v")
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> None:
-        """One new token each sees everything before it: no mask."""
-        assert N == 1 and window_size is None, (N, window_size)
+        """One new token each: attention itself knows where a window begins, and `can_batch` that it is the layer's."""
+        assert N == 1, N
 
     def mark_routed(self, num_rows: int) -> None:
         """Batches are made only of caches that are known to be routed."""
@@ -79,11 +87,19 @@ class BatchLayerCache:
         return [cache.state for cache in self.rows]
 
 
-def bytes_read(groups: Sequence[SegmentGroup], caches: Sequence[Sequence[LayerCache]]) -> int:
-    """KV bytes that one step reads: every distinct segment once, and every private tail.
+def bytes_read(caches: Sequence[Sequence[Any]]) -> int:
+    """KV bytes that one step reads: every distinct segment once, and every private tail or state.
 
     `caches` holds each session's list of layers.
     """
-    shared = sum(group.segment.nbytes * max(group.lengths) // group.segment.num_tokens for group in groups)
-    rows = [array for layers in caches for cache in layers if cache.tail_tokens for array in cache.tail()]
-    return shared + sum(array.nbytes for array in rows)
+    parts: dict[int, int] = {}
+    tails = 0
+    for layers in caches:
+        for cache in layers:
+            if not isinstance(cache, LayerCache):
+                tails += sum(array.nbytes for array in cache.cache)  # a state
+                continue
+            for kv, rows in cache.parts():
+                parts[id(kv)] = max(parts.get(id(kv), 0), kv.nbytes * rows // kv.num_rows)
+            tails += sum(array.nbytes for array in cache.tail()) if cache.tail_tokens else 0
+    return sum(parts.values()) + tails

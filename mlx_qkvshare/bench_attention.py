@@ -5,6 +5,7 @@ Letters: H query heads, Hk KV heads, R = H / Hk, L new tokens, N sessions, T tok
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from .attention import QuantizedAttention
-from .batch_cache import BatchLayerCache, group_segments
+from .batch_cache import BatchLayerCache
 from .errors import InvalidValueError
 from .layer_cache import LayerCache
 from .manager import SharedKVCacheManager
@@ -144,18 +145,16 @@ class _Context:
         caches = [self._session(prefix, TAIL_TOKENS + queries) for prefix in prefixes]
         asked = self._random(queries, sessions, self._shape.num_heads)
         mx.eval(asked)
-        runs: dict[str, Callable[[], float]] = {}
-        for is_cold in (True, False):
-            for route in Route:
-                if route is not Route.KERNEL or mx.metal.is_available():
-                    attention = QuantizedAttention(route=route)
-                    runs[f"{route.value} {is_cold}"] = self._run(
-                        lambda layer, attention=attention: self._attend(attention, kind, caches, layer, asked), is_cold
-                    )
-            full = [self._full_precision(caches, layer) for layer in range(self._layers if is_cold else 1)]
-            runs[f"{FULL_PRECISION} {is_cold}"] = self._run(
-                lambda layer, full=full: self._attend_full(asked, *full[layer]), is_cold
-            )
+        full = [self._full_precision(caches, layer) for layer in range(self._layers)]
+        ways: dict[str, Callable[[int], mx.array]] = {
+            FULL_PRECISION: lambda layer: self._attend_full(asked, *full[layer])
+        }
+        for route in Route:
+            if route is not Route.KERNEL or mx.metal.is_available():
+                ways[route.value] = functools.partial(
+                    self._attend, QuantizedAttention(route=route), kind, caches, asked
+                )
+        runs = {f"{name} {cold}": self._run(way, cold) for name, way in ways.items() for cold in (True, False)}
         took = interleaved_medians(runs, repeats)
         cold, warm = (
             {name: _milliseconds(took.get(f"{name} {is_cold}")) for name in _NAMES} for is_cold in (True, False)
@@ -198,11 +197,11 @@ class _Context:
         return lambda: seconds(lambda: mx.eval([attend(layer) for layer in layers])) / self._layers
 
     def _attend(
-        self, attention: QuantizedAttention, kind: Kind, caches: list[list[LayerCache]], layer: int, queries: mx.array
+        self, attention: QuantizedAttention, kind: Kind, caches: list[list[LayerCache]], queries: mx.array, layer: int
     ) -> mx.array:
         rows, scale = [cache[layer] for cache in caches], 1 / math.sqrt(self._shape.head_dim)
         if kind == "batch":
-            batch = BatchLayerCache(rows, group_segments(rows), mx.array([row.offset for row in rows]))
+            batch = BatchLayerCache(rows, {}, mx.array([row.offset for row in rows]))
             return attention.attend(queries, batch, scale=scale)
         return attention.attend(queries, rows[0], scale=scale, mask="causal")
 

@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from .batch_cache import BatchLayerCache, SegmentGroup
 from .kernels import merge_state_ops
-from .layer_cache import STACKED_TOKENS, stack_tails
+from .layer_cache import STACKED_TOKENS, layer_kv, stack_tails
 from .parts import LOWEST, compute_dtype, exponential, part_output, part_scores
 
 
@@ -44,7 +44,7 @@ def attend_together(
     num_kv_heads = batch.spec.n_kv_heads
     compute = compute_dtype(queries.dtype)
     rows = (queries.astype(compute) * scale).reshape(num_sessions, num_kv_heads, -1, head_dim)
-    partials = [_group_partial(rows, group, batch.layer, unpack) for group in batch.groups]
+    partials = [_group_partial(rows, group, batch, unpack) for group in batch.groups]
     partials.append(_tail_partial(rows, batch))
     if sinks is not None:
         like = partials[0]
@@ -56,14 +56,17 @@ def attend_together(
     return merged.reshape(num_sessions, num_heads, 1, -1)
 
 
-def _group_partial(rows: mx.array, group: SegmentGroup, layer: int, unpack: bool) -> _Partial:
+def _group_partial(rows: mx.array, group: SegmentGroup, batch: BatchLayerCache, unpack: bool) -> _Partial:
     """The rows of the sessions that read one segment, all at once; other sessions' entries are marked empty."""
     num_sessions, num_kv_heads, gqa_factor, _ = rows.shape
-    kv, count, length = group.segment.layers[layer], len(group.rows), max(group.lengths)
+    kv, count = layer_kv(group.segment, batch.layer), len(group.rows)
+    first = group.segment.stop - kv.num_rows  # the token of the first row
+    stops = [group.segment.start + length - first for length in group.lengths]
+    starts = [max(0, batch.rows[row].oldest - first) for row in group.rows]
+    length = max(stops)
     scores = part_scores(group.fold(rows), kv.keys, length, unpack=unpack)
-    if min(group.lengths) < length:
-        ends = mx.repeat(mx.array(group.lengths), gqa_factor)[:, None]
-        scores = mx.where(mx.arange(length) < ends, scores, LOWEST)
+    if min(stops) < length or max(starts) > 0:
+        scores = mx.where(_between(starts, stops, length, gqa_factor), scores, LOWEST)
     maxima, weights, sums = _exponentials(scores)
     outputs = part_output(weights, kv.values, length, unpack=unpack)
     shape = (num_kv_heads, count, gqa_factor)
@@ -78,11 +81,17 @@ def _group_partial(rows: mx.array, group: SegmentGroup, layer: int, unpack: bool
     return _Partial(*(mx.concatenate([array, mx.zeros_like(array[:1])])[index] for array in partial))
 
 
+def _between(starts: list[int], stops: list[int], length: int, gqa_factor: int) -> mx.array:
+    """Which of `length` tokens each session's rows see: [n * R, length]."""
+    token, begin, end = mx.arange(length), mx.array(starts)[:, None], mx.array(stops)[:, None]
+    return mx.repeat((token >= begin) & (token < end), gqa_factor, axis=0)
+
+
 def _tail_partial(rows: mx.array, batch: BatchLayerCache) -> _Partial:
     """Every session over its own private tail. Each holds one token at least, the one of this step."""
-    longest = max(cache.tail_tokens for cache in batch.rows)
-    together = _short_tails if longest <= STACKED_TOKENS else _long_tails
-    return together(rows, batch, longest)
+    if (longest := max(cache.tail_rows for cache in batch.rows)) <= STACKED_TOKENS:
+        return _short_tails(rows, batch, longest)
+    return _long_tails(rows, batch)
 
 
 def _short_tails(rows: mx.array, batch: BatchLayerCache, longest: int) -> _Partial:
@@ -92,13 +101,15 @@ def _short_tails(rows: mx.array, batch: BatchLayerCache, longest: int) -> _Parti
         return stack_tails(batch.rows, role)[:, :, :longest].astype(rows.dtype)
 
     scores = rows @ side_by_side("keys").swapaxes(-1, -2)
-    ends = mx.array([cache.tail_tokens for cache in batch.rows])[:, None, None, None]
-    maxima, weights, sums = _exponentials(mx.where(mx.arange(longest) < ends, scores, LOWEST))
+    starts = [max(0, cache.oldest - cache.tail_start) for cache in batch.rows]
+    is_seen = _between(starts, [cache.tail_rows for cache in batch.rows], longest, 1)[:, None, None]
+    maxima, weights, sums = _exponentials(mx.where(is_seen, scores, LOWEST))
     return _Partial(maxima[..., 0], sums[..., 0], weights @ side_by_side("values"))
 
 
-def _long_tails(rows: mx.array, batch: BatchLayerCache, longest: int) -> _Partial:
-    tails = [cache.tail() for cache in batch.rows]
+def _long_tails(rows: mx.array, batch: BatchLayerCache) -> _Partial:
+    tails = [cache.tail() for cache in batch.rows]  # of a window what is seen
+    longest = max(keys.shape[2] for keys, _ in tails)
     scores = []
     for row, (keys, _) in enumerate(tails):
         found = rows[row : row + 1] @ keys.astype(rows.dtype).swapaxes(-1, -2)

@@ -26,6 +26,9 @@ from .layer_cache import LayerCache, tail_capacity
 from .manager import SharedKVCacheManager
 from .prefix import SharedPrefix
 from .sampling import Sampling
+from .segment import readable, truncate_views
+from .spec import WINDOW_SLACK_TOKENS
+from .state_cache import leaves
 
 if TYPE_CHECKING:
     from .model import LoadedModel
@@ -80,7 +83,9 @@ class TokenContext:
         self.name, self.manager = name, manager
         self.sampling, self.max_context_tokens = sampling or Sampling(), limit
         self.last_prefill = PrefillReport(0, 0)
-        self._model, self._sampler, self._step = model, sampler, prefill_step_tokens
+        self._model, self._sampler = model, sampler
+        # A longer step would leave rows in a sliding layer that are not budgeted, and could not be taken back.
+        self._step = min(prefill_step_tokens, WINDOW_SLACK_TOKENS) if manager.spec.windows else prefill_step_tokens
         self._attention = attention or QuantizedAttention()
         self._seed = secrets.randbits(32) if self.sampling.seed is None else self.sampling.seed
         self._num_drawn = 0
@@ -88,8 +93,13 @@ class TokenContext:
         self._is_closed = False
         self._logits: mx.array | None = None  # of the last token, when its forward was the latest
         self._tail_ids: list[int] = []
-        self._prefix = manager.get_shared_kv_cache(())
-        self._caches = manager.make_caches(self._prefix)
+        self._stand_on(manager.get_shared_kv_cache(()))
+
+    def _stand_on(self, prefix: SharedPrefix) -> None:
+        """Read `prefix`, with an empty tail."""
+        self._prefix, self._caches = prefix, self.manager.make_caches(prefix)
+        self._leaves = leaves(self._caches)  # one for each layer, whatever lists the model takes them in
+        self._tail_ids, self._logits = [], None
 
     # --- looking -----------------------------------------------------------------------------------
 
@@ -115,7 +125,7 @@ class TokenContext:
     @property
     def private_bytes(self) -> int:
         """Bytes of the private tail's buffers."""
-        return sum(cache.nbytes for cache in self._caches)
+        return sum(cache.nbytes for cache in self._leaves)
 
     def __repr__(self) -> str:
         kind = type(self).__name__
@@ -136,18 +146,21 @@ class TokenContext:
         held = self.token_ids
         shorter = min(len(held), len(wanted))
         common = next((i for i in range(shorter) if held[i] != wanted[i]), shorter)
-        kept, stored = common, self.manager.match_prefix(wanted, held_tokens=common)
-        if stored.num_tokens > common:
+        kept = self._reachable(common)
+        stored = self.manager.match_prefix(wanted, held_tokens=kept)
+        if stored.num_tokens > kept:
             self._adopt(stored)
-            common = stored.num_tokens
         else:
             stored.release()
             self._rewind(len(held) - common)
+        common = self.num_tokens
         try:
             self._make_room(len(wanted) - common, spare_tokens=reserve if is_budgeted else 0)
         except BudgetExceededError:
             self._rewind(common - kept)  # one that finds no room must not keep others' from being evicted
             raise
+        for cache in self._leaves:
+            cache.mark()
         yield from self._computing(wanted[common:], progress)
         self.last_prefill = PrefillReport(common, len(wanted) - common)
 
@@ -161,12 +174,13 @@ class TokenContext:
             logits = self._run(mx.array(chunk))[-1]
             left -= size
             if left == 0:
-                mx.eval(logits, [cache.state for cache in self._caches])
+                mx.eval(logits, [cache.state for cache in self._leaves])
                 self._require_finite(logits)
                 self._logits = logits
             else:
-                mx.eval([cache.state for cache in self._caches])
+                mx.eval([cache.state for cache in self._leaves])
             self._tail_ids.extend(chunk)
+            self._commit()
             mx.clear_cache()
             if progress:
                 progress(total - left, total)
@@ -186,15 +200,15 @@ class TokenContext:
         stop = len(self._tail_ids) + num_tokens
         if spare_tokens:
             self._prefix.reserve_tail(tail_capacity(stop + spare_tokens))
-        if all(cache.capacity >= stop for cache in self._caches):
+        if all(cache.capacity >= stop for cache in self._leaves):
             return False
         self._prefix.reserve_tail(tail_capacity(stop))
         if not is_clean:
             # MLX hands out cached buffers up to two pages too large, which on a short tail is a third.
             mx.clear_cache()
-        for cache in self._caches:
+        for cache in self._leaves:
             cache.grow(tail_capacity(stop))
-        mx.eval([cache.state for cache in self._caches])
+        mx.eval([cache.state for cache in self._leaves])
         return True
 
     def _run(self, token_ids: mx.array, caches: list[LayerCache] | None = None) -> mx.array:
@@ -232,8 +246,14 @@ class TokenContext:
     def _accept(self, token: int, logits: mx.array) -> None:
         """The step of `token` is queued; `logits` [V] are those behind it."""
         self._tail_ids.append(token)
+        self._commit()
         self._logits = logits
         self._num_drawn += 1
+
+    def _commit(self) -> None:
+        """The layers are as long as `token_ids` now, and go back to here if the next step fails."""
+        for cache in self._leaves:
+            cache.commit(len(self._tail_ids))
 
     def _pick(self, logits: mx.array, ahead: int) -> mx.array:
         if self._sampler is not None:
@@ -251,8 +271,9 @@ class TokenContext:
             return ready
         if self.num_tokens == 0:
             raise InvalidValueError(f"[AgentSession {self.name}] expected tokens to go on from, got an empty session")
-        if not self._tail_ids:
-            return self._logits_behind_prefix()
+        behind = self.num_tokens - 1
+        if not self._tail_ids or self.manager.spec.has_state or self._reachable(behind) < behind:
+            return self._logits_elsewhere()
         tail = list(self._tail_ids)
         try:
             self._rewind(1)
@@ -263,11 +284,14 @@ class TokenContext:
         assert self._logits is not None
         return self._logits
 
-    def _logits_behind_prefix(self) -> mx.array:
-        """On a fork that is dropped, so that the sealed last token stays the one that everyone reads."""
-        with contextlib.closing(_Spare(self.manager, self._prefix)) as spare:
-            logits = self._run(mx.array(spare.last_token), spare.caches)[-1]
-            mx.eval(logits)
+    def _logits_elsewhere(self) -> mx.array:
+        """On a fork that is dropped: a sealed last token stays the one that everyone reads, and a layer that cannot go
+        back by one token and be put back stays where it is."""
+        with contextlib.closing(_Spare(self.manager, self._prefix, self.token_ids)) as spare:
+            for start in range(0, len(spare.token_ids), self._step):
+                chunk = spare.token_ids[start : start + self._step]
+                logits = self._run(mx.array(chunk), spare.caches)[-1]
+                mx.eval(logits, [cache.state for cache in leaves(spare.caches)])
         self._require_finite(logits)
         return logits
 
@@ -277,37 +301,62 @@ class TokenContext:
         count = len(self._tail_ids)
         if count and not self.manager.extend_if_sealed(self._prefix, self._tail_ids):
             slot = self.manager.allocate_shared_slot(count, replacing=self._prefix)
-            layers = [cache.take_tail() for cache in self._caches]
+            layers: list[Any] = [cache.take_tail() for cache in self._leaves]
             try:
                 self.manager.quantize_and_store(slot, self._tail_ids, layers, prefix=self._prefix, consume=True)
             except BaseException:
                 if all(layer is not None for layer in layers):  # nothing was consumed yet
-                    for cache, (keys, values) in zip(self._caches, layers, strict=True):
-                        cache.keys, cache.values = keys, values
+                    for cache, tail in zip(self._leaves, layers, strict=True):
+                        cache.put_back(tail)
                 raise
         self._tail_ids, self._logits = [], None
-        for cache in self._caches:
+        for cache in self._leaves:
             cache.reset_tail()
         self._prefix.release_tail()
         if count:
             self.manager.compact(self._prefix)
         return count
 
+    def _reachable(self, target: int) -> int:
+        """How many of the first `target` tokens can be kept: all, or as many as the model can go on from."""
+        if all(cache.can_stand_at(target) for cache in self._leaves):
+            return target
+        views = readable(truncate_views(self._prefix.views, target), self.manager.spec)
+        return views[-1].stop if views else 0
+
+    def _rewind_exactly(self, num_tokens: int) -> None:
+        """`_rewind`, and compute again what it had to forget beyond that."""
+        wanted = self.token_ids[: self.num_tokens - num_tokens]
+        num_missing = len(wanted) - self._reachable(len(wanted))
+        if num_missing:
+            self._prefix.reserve_tail(tail_capacity(num_missing))  # before anything is forgotten
+        self._rewind(num_tokens)
+        if num_missing:
+            self._make_room(num_missing)
+            run_through(self._computing(wanted[self.num_tokens :]))
+
     def _rewind(self, num_tokens: int) -> None:
+        """Forget the last `num_tokens` tokens, or more where a layer cannot be cut there (`_reachable`)."""
         if num_tokens == 0:
             return
-        before = [(cache.shared_tokens, cache.tail_tokens) for cache in self._caches]
-        trimmed = [cache.trim(num_tokens) for cache in self._caches]
+        target = self.num_tokens - num_tokens
+        if (reachable := self._reachable(target)) != target:
+            self._tail_ids.clear()
+            self._prefix.truncate(reachable)
+            self._prefix.release_tail()
+            self._stand_on(self._prefix)
+            return
+        before = [(cache.shared_tokens, cache.tail_tokens) for cache in self._leaves]
+        trimmed = [cache.trim(num_tokens) for cache in self._leaves]
         wrong = next((i for i, count in enumerate(trimmed) if count != num_tokens), None)
         if wrong is not None:
-            for cache, (shared, tail) in zip(self._caches, before, strict=True):
-                cache.shared_tokens, cache.tail_tokens = shared, tail
+            for cache, lengths in zip(self._leaves, before, strict=True):
+                cache.set_length(*lengths)
             raise IntegrityError(f"[rewind] layer {wrong}: expected to trim {num_tokens}, got {trimmed[wrong]}")
         self._logits = None
         if num_tokens <= len(self._tail_ids):
             del self._tail_ids[len(self._tail_ids) - num_tokens :]
         else:
-            target = self.num_tokens - num_tokens
             self._tail_ids.clear()  # first: an interrupt in between must not leave a tail behind a shorter prefix
             self._prefix.truncate(target)
 
@@ -327,13 +376,12 @@ class TokenContext:
 
     def _let_go(self) -> None:
         self._prefix.release()
-        self._tail_ids, self._logits, self._caches = [], None, []
+        self._tail_ids, self._logits, self._caches, self._leaves = [], None, [], []
 
     def _adopt(self, prefix: SharedPrefix) -> None:
         """Stand on `prefix` with an empty tail; what was held before is released after."""
         before, prefix.is_busy = self._prefix, self._lock.locked()
-        self._prefix, self._caches = prefix, self.manager.make_caches(prefix)
-        self._tail_ids, self._logits = [], None
+        self._stand_on(prefix)
         before.release()
 
     @contextlib.contextmanager
@@ -356,27 +404,27 @@ class TokenContext:
 
     def _roll_back(self) -> None:
         """Bring every layer to the length of `token_ids`; if the tail cannot be evaluated, to the sealed length."""
-        for cache in self._caches:
-            cache.shared_tokens, cache.tail_tokens = self._prefix.num_tokens, len(self._tail_ids)
+        is_whole = all(cache.holds(len(self._tail_ids)) for cache in self._leaves)
+        for cache in self._leaves:
+            cache.set_length(self._prefix.num_tokens, len(self._tail_ids))
         try:
-            mx.eval([cache.state for cache in self._caches])
-            is_whole = all(cache.capacity >= len(self._tail_ids) for cache in self._caches)
+            mx.eval([cache.state for cache in self._leaves])
         except (RuntimeError, MemoryError):
             is_whole = False
         if not is_whole:
             self._tail_ids, self._logits = [], None
-            for cache in self._caches:
+            for cache in self._leaves:
                 cache.reset_tail()
 
 
 class _Spare:
-    """Caches of a prefix less its last token, for one step that leaves no trace."""
+    """Caches of what `prefix` has of `token_ids` less the last one, for steps that leave no trace, and the tokens that
+    are missing; a few more where the model cannot go on from there."""
 
-    def __init__(self, manager: SharedKVCacheManager, prefix: SharedPrefix):
-        last = prefix.views[-1]
-        self.last_token = [last.segment.token_ids[last.length - 1]]
+    def __init__(self, manager: SharedKVCacheManager, prefix: SharedPrefix, token_ids: list[int]):
         self._prefix = prefix.fork()
-        self._prefix.truncate(prefix.num_tokens - 1)
+        self._prefix.truncate(len(token_ids) - 1)
+        self.token_ids = token_ids[self._prefix.num_tokens :]
         self.caches: list[Any] = manager.make_caches(self._prefix)
 
     def close(self) -> None:

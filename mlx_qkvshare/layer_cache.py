@@ -74,6 +74,7 @@ class LayerCache:
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
         self._routed_shapes: set[bool] = set()  # has one-row / many-row attention reached `attend` before?
+        self.can_batch = True  # may sessions take one step together on this layer?
 
     # --- the contract of mlx-lm -------------------------------------------------------------------
 
@@ -89,9 +90,14 @@ class LayerCache:
         if routing.attention is not None and (keys.shape[2] > 1) in self._routed_shapes:
             # Building the full-precision graph that nobody reads costs more than the attention call on small
             # models; NaN makes a read that `attend` did not see impossible to overlook.
-            return placeholder(self, keys, self.offset, "k"), placeholder(self, values, self.offset, "v")
+            return placeholder(self, keys, self.num_keys, "k"), placeholder(self, values, self.num_keys, "v")
         full_keys, full_values = self.keys_and_values()
         return _tagged(full_keys, self, "k"), _tagged(full_values, self, "v")
+
+    @property
+    def num_keys(self) -> int:
+        """Rows that the last step's queries attend to."""
+        return self.offset
 
     def append(self, keys: mx.array, values: mx.array) -> None:
         """Write rows [1, Hk, L, D] behind the private tail, in place as long as nobody else holds its buffers."""
@@ -109,6 +115,8 @@ class LayerCache:
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         """The mask of N new rows, as mlx-lm's caches make it: None, "causal", or bool [N, offset + N]."""
+        if window_size is not None:  # the model slides over a layer that keeps all: nothing else knows how far
+            self.can_batch = False
         if window_size is None and not return_array:
             return None if N == 1 else "causal"
         if window_size is None and N == 1:
@@ -151,7 +159,7 @@ class LayerCache:
         key = id(self.prefix)
         if key not in memo:
             memo[key] = self.prefix.fork()
-        twin = LayerCache(memo[key], self.layer, self.spec, self.dtype)
+        twin = type(self)(memo[key], self.layer, self.spec, self.dtype)
         twin.shared_tokens, twin.tail_tokens = self.shared_tokens, self.tail_tokens
         if self.tail_tokens:
             twin.prefix.reserve_tail(self.tail_tokens)
@@ -163,9 +171,10 @@ class LayerCache:
     # --- what attention and the session need -------------------------------------------------------
 
     def parts(self) -> Iterator[tuple[LayerKV, int]]:
-        """The shared parts in order: this layer's packed K/V of each segment, and how many tokens of it are read."""
+        """The shared parts in order: this layer's packed K/V of each segment, and how many rows of it are read."""
         for segment, length in self.spans():
-            yield segment.layers[self.layer], length
+            kv = layer_kv(segment, self.layer)
+            yield kv, length - (segment.num_tokens - kv.num_rows)
 
     def spans(self) -> Iterator[tuple[SharedSegment, int]]:
         """The shared segments in order, and how many tokens of each are read."""
@@ -186,8 +195,36 @@ class LayerCache:
             arrays.append(self.tail()[0 if role == "k" else 1])
         return arrays[0] if len(arrays) == 1 else mx.concatenate(arrays, axis=2)
 
+    def commit(self, tail_tokens: int) -> None:
+        """A step went well: `tail_tokens` tokens are the session's. Rows need no note of that."""
+
+    def mark(self) -> None:
+        """A prefill of several steps begins here, and must be able to be taken back. Rows can be anyway."""
+
+    def holds(self, tail_tokens: int) -> bool:
+        """Can the tail be brought to `tail_tokens` tokens after a step that failed?"""
+        return self.capacity >= tail_tokens
+
+    def can_stand_at(self, target: int) -> bool:
+        """Can this layer be taken back to `target` tokens?"""
+        return 0 <= target <= self.offset
+
     def mark_routed(self, num_rows: int) -> None:
         self._routed_shapes.add(num_rows > 1)
+
+    @property
+    def oldest(self) -> int:
+        """The oldest token that the last step's queries see."""
+        return 0
+
+    @property
+    def tail_start(self) -> int:
+        """The token of the tail's first row."""
+        return self.shared_tokens
+
+    @property
+    def tail_rows(self) -> int:
+        return self.tail_tokens
 
     @property
     def is_decoding_routed(self) -> bool:
@@ -210,16 +247,208 @@ class LayerCache:
         self.keys, self.values = grown
 
     def take_tail(self) -> tuple[mx.array, mx.array]:
-        """The tail's valid rows, of which this cache keeps no reference: freed when the caller lets go."""
+        """The tail's rows to seal, of which this cache keeps no reference: freed when the caller lets go."""
         rows = self.tail()
         self.keys = self.values = None
         return rows
+
+    def put_back(self, tail: tuple[mx.array, mx.array]) -> None:
+        """Hold what `take_tail` gave again."""
+        self.keys, self.values = tail
+
+    def set_length(self, shared_tokens: int, tail_tokens: int) -> None:
+        """Back to a length that it had before a step that failed."""
+        self.shared_tokens, self.tail_tokens = shared_tokens, tail_tokens
 
     def reset_tail(self) -> None:
         """Drop the private tail and read all that the holder now shares."""
         self.keys = self.values = None
         self.tail_tokens = 0
         self.shared_tokens = self.prefix.num_tokens
+
+
+_NO_LIMIT = 1 << 62
+
+
+class WindowLayerCache(LayerCache):
+    """A layer whose tokens see the last `spec.window` ones, themselves among them (mlx-lm's RotatingKVCache).
+
+    Rows stay in temporal order. The private tail takes in `WINDOW_SLACK_TOKENS` tokens beyond a window before its older
+    rows are dropped, so that a step can be taken back. `keys_and_values`, attention and masks begin with the oldest row
+    that a query of the step can see, or with the segment that has it.
+    """
+
+    def __init__(self, prefix: PrefixHolder, layer: int, spec: LayerSpec, dtype: mx.Dtype):
+        super().__init__(prefix, layer, spec, dtype)
+        assert spec.window > 0, spec
+        self._dropped = 0  # tokens of the tail whose rows are gone
+        self._step = 1  # tokens of the last step
+
+    @property
+    def tail_rows(self) -> int:
+        return self.tail_tokens - self._dropped
+
+    @property
+    def tail_start(self) -> int:
+        return self.shared_tokens + self._dropped
+
+    @property
+    def oldest(self) -> int:
+        return self._oldest(self._before)
+
+    def _oldest(self, offset: int) -> int:
+        """The oldest token that a query at `offset` sees."""
+        return max(0, offset - self.spec.window + 1)
+
+    def _first(self, offset: int) -> int:
+        """The token of the first row of `parts` and `tail` for queries from `offset` on."""
+        for segment, _ in self._spans(offset):
+            return segment.stop - layer_kv(segment, self.layer).num_rows
+        return max(self._oldest(offset), self.tail_start)
+
+    @property
+    def _before(self) -> int:
+        """The offset before the last step."""
+        return self.offset - min(self._step, self.tail_tokens)
+
+    @property
+    def num_keys(self) -> int:
+        return self.offset - self._first(self._before)
+
+    def spans(self) -> Iterator[tuple[SharedSegment, int]]:
+        return self._spans(self._before)
+
+    def _spans(self, offset: int) -> Iterator[tuple[SharedSegment, int]]:
+        oldest = self._oldest(offset)
+        if self._dropped:  # the tail's rows are a window at least
+            return
+        for segment, length in super().spans():
+            if segment.start + length > oldest:
+                yield segment, length
+
+    def tail(self) -> tuple[mx.array, mx.array]:
+        assert self.keys is not None and self.values is not None
+        first = self._first(self._before) - self.tail_start
+        rows = slice(max(0, first), self.tail_rows)
+        return self.keys[..., rows, :], self.values[..., rows, :]
+
+    def append(self, keys: mx.array, values: mx.array) -> None:
+        self._step = keys.shape[2]
+        start = self.tail_rows
+        if self._buffer_rows < start + self._step:
+            self._make_room(self._step)
+            start = self.tail_rows
+        assert self.keys is not None and self.values is not None
+        self.keys[..., start : start + self._step, :] = keys
+        self.values[..., start : start + self._step, :] = values
+        self.tail_tokens += self._step
+
+    def _make_room(self, step: int) -> None:
+        """Room for `step` rows, by growing up to a window and its slack, then by dropping what no query can see."""
+        wanted = self.tail_tokens + step
+        limit = self.spec.tail_rows(_NO_LIMIT)
+        if self._dropped == 0 and wanted <= limit:
+            self.grow(tail_capacity(wanted))
+            return
+        kept = min(self.tail_rows, self.spec.window)  # one more than a query sees: the last token can be taken back
+        self.prefix.reserve_tail(wanted)
+        self._replace_buffers(kept, max(limit, kept + step))
+        self._dropped = self.tail_tokens - kept
+
+    def grow(self, num_rows: int) -> None:
+        self.prefix.reserve_tail(num_rows)
+        rows = self.spec.tail_rows(num_rows)
+        if rows > self._buffer_rows:
+            self._replace_buffers(self.tail_rows, rows)
+
+    def _replace_buffers(self, kept: int, num_rows: int) -> None:
+        """New buffers of `num_rows` rows that begin with the last `kept` ones."""
+        first = self.tail_rows - kept
+        grown = []
+        for buffer, dim in ((self.keys, self.spec.k_head_dim), (self.values, self.spec.v_head_dim)):
+            room = mx.zeros((1, self.spec.n_kv_heads, num_rows - kept, dim), self.dtype)
+            is_new = buffer is None or kept == 0
+            grown.append(room if is_new else mx.concatenate([buffer[..., first : first + kept, :], room], axis=2))  # type: ignore[index]
+        self.keys, self.values = grown
+
+    @property
+    def _buffer_rows(self) -> int:
+        return super().capacity
+
+    @property
+    def capacity(self) -> int:
+        rows = self._buffer_rows
+        return _NO_LIMIT if rows >= self.spec.tail_rows(_NO_LIMIT) else rows
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
+        """The mask of N new rows over the rows that their step reads; `window_size` may be narrower."""
+        window = min(window_size or self.spec.window, self.spec.window)
+        self.can_batch &= window == self.spec.window
+        first, stop = self._first(self.offset), self.offset + N
+        if first > stop - 1 - window and not return_array:
+            return None if N == 1 else "causal"
+        queries, keys = mx.arange(self.offset, stop)[:, None], mx.arange(first, stop)[None]
+        return (queries >= keys) & (queries < keys + window)
+
+    def is_trimmable(self) -> bool:
+        """As mlx-lm's: any number of tokens can be taken back as long as the window has not moved."""
+        return self.offset <= self.spec.window
+
+    def trim(self, n: int) -> int:
+        """Forget the last `n` tokens, or none (0) if the rows before them are gone."""
+        n = max(0, min(n, self.offset))
+        target = self.offset - n
+        if not self.can_stand_at(target):
+            return 0
+        super().trim(n)
+        if self.tail_tokens == 0:
+            self._dropped = 0
+        self._step = 1
+        return n
+
+    def can_stand_at(self, target: int) -> bool:
+        if target >= self.tail_start and target > self.shared_tokens:
+            return not self._dropped or self._oldest(target) >= self.tail_start
+        for segment, length in super().spans():
+            if target == segment.start + length or target == segment.stop - 1:
+                return True
+            if segment.start < target < segment.start + length:
+                return segment.num_tokens <= self.spec.window
+        return target == 0
+
+    def take_tail(self) -> tuple[mx.array, mx.array]:
+        assert self.keys is not None and self.values is not None
+        stop = self.tail_rows
+        rows = slice(stop - self.spec.sealed_rows(self.tail_tokens), stop)
+        taken = self.keys[..., rows, :], self.values[..., rows, :]
+        self.keys = self.values = None
+        return taken
+
+    def put_back(self, tail: tuple[mx.array, mx.array]) -> None:
+        super().put_back(tail)
+        self._dropped = self.tail_tokens - tail[0].shape[2]
+
+    def reset_tail(self) -> None:
+        super().reset_tail()
+        self._dropped = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WindowLayerCache:
+        rows = self.tail_rows
+        twin = super().__deepcopy__(memo)
+        assert isinstance(twin, WindowLayerCache)
+        twin._dropped = self._dropped
+        if rows:
+            assert self.keys is not None and self.values is not None
+            twin.keys, twin.values = self.keys[..., :rows, :], self.values[..., :rows, :]
+            mx.eval(twin.keys, twin.values)
+        return twin
+
+
+def layer_kv(segment: SharedSegment, layer: int) -> LayerKV:
+    """An attention layer's packed K/V in a segment."""
+    kv = segment.layers[layer]
+    assert isinstance(kv, LayerKV)
+    return kv
 
 
 def _tagged(array: mx.array, cache: Any, role: str) -> KVArray:

@@ -12,6 +12,7 @@ import secrets
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
@@ -24,11 +25,12 @@ from .errors import (
     SessionClosedError,
 )
 from .integrity import check_table, require_equal
-from .layer_cache import LayerCache
+from .layer_cache import LayerCache, WindowLayerCache
 from .prefix import Holding, SharedPrefix
 from .quantize import quantize
-from .segment import LayerKV, SegmentView, SharedSegment, layers_checksum, truncate_views
-from .spec import CacheSpec, QuantSpec
+from .segment import LayerKV, LayerState, SegmentView, SharedSegment, layers_checksum, readable, truncate_views
+from .spec import CacheSpec, LayerSpec, QuantSpec, StateSpec
+from .state_cache import grouped, snapshot, state_class
 from .table import Record, SegmentTable, SharedSlot
 
 DEFAULT_BUDGET_BYTES = 4 * 2**30
@@ -97,7 +99,7 @@ class SharedKVCacheManager:
         if num_tokens <= 0:
             raise InvalidValueError(f"[allocate_shared_slot] num_tokens: expected > 0, got {num_tokens}")
         self._check_context(replacing, num_tokens)
-        nbytes = num_tokens * self.packed_token_bytes
+        nbytes = self.quant.packed_bytes(self.spec, num_tokens)
         with self._locked():
             counted = max(0, nbytes - (replacing.private_bytes if replacing else 0))
             self._take(counted, f"a segment of {num_tokens} tokens")
@@ -111,33 +113,33 @@ class SharedKVCacheManager:
                 del self._table.records[slot.slot]
                 self._free_bytes += record.counted_bytes
 
-    def check_storable(self, token_ids: Sequence[int], layers: Sequence[tuple[mx.array, mx.array]]) -> None:
-        """Raise unless `layers` [(keys [1, Hk, T, Dk], values [1, Hk, T, Dv]), …] fit the spec and are finite."""
+    def check_storable(self, token_ids: Sequence[int], layers: Sequence[tuple[mx.array, ...]]) -> None:
+        """Raise unless `layers` [(keys [1, Hk, T, Dk], values [1, Hk, T, Dv]), …] fit the spec and are finite.
+
+        A sliding layer has the last min(T, window) rows, a layer with a state its arrays.
+        """
         dtype = getattr(mx, self.spec.dtype)
         if len(layers) != len(self.spec.layers):
             raise InvalidValueError(f"[quantize_and_store] layers: expected {len(self.spec.layers)}, got {len(layers)}")
-        for index, (spec, (keys, values)) in enumerate(zip(self.spec.layers, layers, strict=True)):
-            for name, x, dim in (("keys", keys, spec.k_head_dim), ("values", values, spec.v_head_dim)):
-                expected = (1, spec.n_kv_heads, len(token_ids), dim)
+        for index, (spec, arrays) in enumerate(zip(self.spec.layers, layers, strict=True)):
+            where = f"[quantize_and_store] layer {index}"
+            if isinstance(spec, StateSpec):
+                _check_state(where, spec, arrays)
+                continue
+            rows = spec.sealed_rows(len(token_ids))
+            for name, x, dim in zip(("keys", "values"), arrays, (spec.k_head_dim, spec.v_head_dim), strict=True):
+                expected = (1, spec.n_kv_heads, rows, dim)
                 if tuple(x.shape) != expected:
-                    raise InvalidValueError(
-                        f"[quantize_and_store] layer {index} {name}: expected shape {expected}, got {tuple(x.shape)}"
-                    )
+                    raise InvalidValueError(f"{where} {name}: expected shape {expected}, got {tuple(x.shape)}")
                 if x.dtype != dtype:
-                    raise InvalidValueError(
-                        f"[quantize_and_store] layer {index} {name}: expected {dtype}, got {x.dtype}"
-                    )
-                # One by one: the temporaries of all layers together would outweigh the packed segment.
-                if not mx.all(mx.isfinite(x)).item():
-                    raise NonFiniteError(
-                        f"[quantize_and_store] layer {index} {name}: expected finite values, got NaN or infinity"
-                    )
+                    raise InvalidValueError(f"{where} {name}: expected {dtype}, got {x.dtype}")
+                _require_finite(f"{where} {name}", x)
 
     def quantize_and_store(
         self,
         slot: SharedSlot,
         token_ids: Sequence[int],
-        layers: list[tuple[mx.array, mx.array]],
+        layers: list[Any],
         *,
         prefix: SharedPrefix | None = None,
         consume: bool = False,
@@ -145,7 +147,8 @@ class SharedKVCacheManager:
         """Quantize full-precision K/V once, freeze them in `slot`, and extend `prefix` (or a new one) by the segment.
 
         Args:
-            layers: per layer keys [1, Hk, T, Dk] (after RoPE) and values [1, Hk, T, Dv].
+            layers: per layer keys [1, Hk, T, Dk] (after RoPE) and values [1, Hk, T, Dv]; of a sliding layer the last
+                min(T, window) rows; of a layer with a state its arrays behind the last token.
             prefix: the holder behind whose tokens the K/V were computed.
             consume: empty `layers` one by one, so that packed and full precision never both exist whole.
 
@@ -193,17 +196,22 @@ class SharedKVCacheManager:
                 f"[SharedKVCacheManager] needed {stop} positions, available {self.spec.max_context_tokens}"
             )
 
-    def _pack(self, layers: list[tuple[mx.array, mx.array]], consume: bool) -> Iterator[LayerKV]:
+    def _pack(self, layers: list[Any], consume: bool) -> Iterator[LayerKV | LayerState]:
         for index, plan in enumerate(self.plans):
-            keys, values = layers[index]
-            kv = LayerKV(quantize(keys, plan.keys), quantize(values, plan.values))
-            for tensor in (kv.keys, kv.values):  # in turn, which halves the temporaries
-                mx.eval(*tensor.arrays)
-            if consume:
-                layers[index] = None  # type: ignore[call-overload]
+            packed: LayerKV | LayerState
+            if plan is None:
+                packed = snapshot(layers[index])
+                mx.eval(*packed.arrays)
+            else:
+                keys, values = layers[index]
+                packed = LayerKV(quantize(keys, plan.keys), quantize(values, plan.values))
+                for tensor in (packed.keys, packed.values):  # in turn, which halves the temporaries
+                    mx.eval(*tensor.arrays)
                 del keys, values
+            if consume:
+                layers[index] = None
                 mx.clear_cache()  # hand the freed rows back at once: the peak stays one layer above the cache
-            yield kv
+            yield packed
 
     def get_shared_kv_cache(self, spans: Iterable[tuple[int, int]]) -> SharedPrefix:
         """Retain the chain named by `spans` [(slot, length), …]. Raises `HandoffError` if a slot is gone or misfits."""
@@ -211,9 +219,15 @@ class SharedKVCacheManager:
             return self._retain(self._table.resolve(spans))
 
     def make_caches(self, prefix: SharedPrefix) -> list[LayerCache]:
-        """One `LayerCache` per layer over `prefix`: what mlx-lm's models take as `cache`."""
-        dtype = getattr(mx, self.spec.dtype)
-        return [LayerCache(prefix, index, layer, dtype) for index, layer in enumerate(self.spec.layers)]
+        """A cache per layer over `prefix`, grouped as mlx-lm's model takes them: its `cache`."""
+        dtype, caches = getattr(mx, self.spec.dtype), []
+        for index, layer in enumerate(self.spec.layers):
+            if isinstance(layer, LayerSpec):
+                kind = WindowLayerCache if layer.window else LayerCache
+                caches.append(kind(prefix, index, layer, dtype))
+            else:
+                caches.append(state_class()(prefix, index, layer))
+        return grouped(caches, self.spec.grouping)
 
     # --- match, retain, release --------------------------------------------------------------------
 
@@ -223,7 +237,7 @@ class SharedKVCacheManager:
         `held_tokens` of it the caller has already: only what goes beyond counts as reused in `stats()`.
         """
         with self._locked():
-            views = self._table.longest(tuple(token_ids))
+            views = self._table.longest(tuple(token_ids), self.spec)
             found = views[-1].stop if views else 0
             if found > held_tokens:
                 self._counters["hits"] += 1
@@ -236,7 +250,7 @@ class SharedKVCacheManager:
         """If all of `token_ids` stand sealed behind `prefix` already, extend `prefix` by them and say True."""
         with self._locked():
             self._check_held(prefix.holding)
-            views = self._table.longest((*prefix.token_ids, *token_ids), prefix.views)
+            views = self._table.longest((*prefix.token_ids, *token_ids), self.spec, prefix.views)
             if not token_ids or not views or views[-1].stop != prefix.num_tokens + len(token_ids):
                 return False
             self._counters["reused_tokens"] += len(token_ids)
@@ -276,8 +290,8 @@ class SharedKVCacheManager:
 
     # What a `SharedPrefix` asks for (`PrefixOwner`).
 
-    def private_row_bytes(self) -> int:
-        return self.spec.private_token_bytes
+    def tail_bytes(self, num_rows: int) -> int:
+        return self.spec.private_bytes(num_rows)
 
     def fork_prefix(self, holding: Holding) -> SharedPrefix:
         with self._locked():
@@ -286,21 +300,21 @@ class SharedKVCacheManager:
 
     def truncate_prefix(self, holding: Holding, num_tokens: int) -> None:
         with self._locked():
-            self._set_views(holding, truncate_views(holding.views, num_tokens))
+            self._set_views(holding, readable(truncate_views(holding.views, num_tokens), self.spec))
 
     def charge_private(self, holding: Holding, num_rows: int) -> None:
         with self._locked():
             if num_rows:
                 self._check_held(holding)
-            more = (num_rows - holding.private_rows) * self.spec.private_token_bytes
+            more = self.tail_bytes(num_rows) - self.tail_bytes(holding.private_rows)
             self._take(more, f"a private tail of {num_rows} tokens")
             holding.private_rows = num_rows
 
     def trim_private(self, holding: Holding, num_rows: int) -> None:
         with self._locked():
-            surplus = max(0, holding.private_rows - num_rows)
-            self._free_bytes += surplus * self.spec.private_token_bytes
-            holding.private_rows -= surplus
+            kept = min(holding.private_rows, num_rows)
+            self._free_bytes += self.tail_bytes(holding.private_rows) - self.tail_bytes(kept)
+            holding.private_rows = kept
 
     def release_prefix(self, holder: int) -> None:
         with self._locked():
@@ -310,7 +324,7 @@ class SharedKVCacheManager:
         holding = self._holdings.pop(holder, None)
         if holding is not None:
             self._set_views(holding, ())
-            self._free_bytes += holding.private_rows * self.spec.private_token_bytes
+            self._free_bytes += self.tail_bytes(holding.private_rows)
             holding.private_rows, holding.is_released = 0, True
 
     # --- the budget ----------------------------------------------------------------------------------
@@ -372,7 +386,9 @@ class SharedKVCacheManager:
     def _can_join(self, first: SegmentView, second: SegmentView, *, caller: SharedPrefix) -> bool:
         left, right = self._table.record(first.segment.slot), self._table.record(second.segment.slot)
         return (
-            first.segment.num_tokens <= 2 * second.segment.num_tokens
+            not self.spec.windows  # rows and states that end where a segment ends would be lost
+            and not self.spec.has_state
+            and first.segment.num_tokens <= 2 * second.segment.num_tokens
             and second.segment.start == first.segment.stop
             and left.holders == right.holders
             and left.children == {second.segment.slot}
@@ -396,7 +412,7 @@ class SharedKVCacheManager:
         """Bytes now, and counts since the manager was made."""
         with self._locked():
             records, count = list(self._table.records.values()), self._counters
-            private = sum(h.private_rows for h in self._holdings.values()) * self.spec.private_token_bytes
+            private = sum(self.tail_bytes(h.private_rows) for h in self._holdings.values())
             return ManagerStats(
                 budget_bytes=self.budget_bytes,
                 used_bytes=self.budget_bytes - self._free_bytes,
@@ -428,4 +444,19 @@ class SharedKVCacheManager:
             )
             if not 0 <= stats.free_bytes <= stats.budget_bytes:
                 raise IntegrityError(f"[check_integrity] free is {stats.free_bytes}, budget is {stats.budget_bytes}")
-            check_table(self._table, self._holdings.values(), checksums=checksums)
+            check_table(self._table, self._holdings.values(), self.spec, checksums=checksums)
+
+
+def _check_state(where: str, spec: StateSpec, arrays: Sequence[mx.array]) -> None:
+    if len(arrays) != spec.num_arrays or any(array is None for array in arrays):
+        raise InvalidValueError(f"{where}: expected a state of {spec.num_arrays} arrays, got {len(arrays)}")
+    if (nbytes := sum(array.nbytes for array in arrays)) != spec.nbytes:
+        raise InvalidValueError(f"{where}: expected a state of {spec.nbytes} bytes, got {nbytes}")
+    for number, array in enumerate(arrays):
+        _require_finite(f"{where} state {number}", array)
+
+
+def _require_finite(what: str, x: mx.array) -> None:
+    # One by one: the temporaries of all layers together would outweigh the packed segment.
+    if not mx.all(mx.isfinite(x)).item():
+        raise NonFiniteError(f"{what}: expected finite values, got NaN or infinity")

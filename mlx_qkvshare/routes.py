@@ -154,10 +154,12 @@ def shipped(device: str) -> RouteTable:
     if device == "CPU x86_64":
         # The crossovers of `bench attention --heads 9 --kv-heads 3 --head-dim 64`; whole bytes are converted on both
         # ways of a batch, which there makes no difference.
-        ends = {("one", 8): (48, 192), ("one", 4): (6, 16), ("batch", 8): (48, 192), ("batch", 4): (6, 12)}
+        ends: dict[tuple[Kind, int], tuple[int, int]] = {
+            ("one", 8): (48, 192), ("one", 4): (6, 16), ("batch", 8): (48, 192), ("batch", 4): (6, 12),
+        }  # fmt: skip
         source = "measured on another one"
     else:
-        ends = {(kind, 8): (8, 18) for kind in ("one", "batch")}
+        ends = {("one", 8): (8, 18), ("batch", 8): (8, 18)}
         source = "assumed, not measured"
     points = []
     for (kind, bits), (few, many) in ends.items():

@@ -8,19 +8,38 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from .quantize import QuantizedTensor, checksum
-from .spec import QuantSpec
+from .spec import CacheSpec, QuantSpec
 
 
 @dataclass(frozen=True, eq=False)
 class LayerKV:
-    """One layer's packed keys and values of a segment."""
+    """One layer's packed keys and values of a segment: of all its tokens, or of the last ones where a window slides."""
 
     keys: QuantizedTensor
     values: QuantizedTensor
 
     @property
+    def num_rows(self) -> int:
+        return self.keys.num_tokens
+
+    @property
+    def arrays(self) -> tuple[mx.array, ...]:
+        return (*self.keys.arrays, *self.values.arrays)
+
+    @property
     def nbytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes
+
+
+@dataclass(frozen=True, eq=False)
+class LayerState:
+    """One layer's state behind the last token of a segment."""
+
+    arrays: tuple[mx.array, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays)
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +53,7 @@ class SharedSegment:
     slot: int
     start: int
     token_ids: tuple[int, ...]
-    layers: tuple[LayerKV, ...]
+    layers: tuple[LayerKV | LayerState, ...]
     quant: QuantSpec
     fingerprint: str
     checksum: str
@@ -57,16 +76,15 @@ class SharedSegment:
     def arrays(self) -> Iterator[mx.array]:
         """Every packed array, scale and bias of it."""
         for layer in self.layers:
-            yield from layer.keys.arrays
-            yield from layer.values.arrays
+            yield from layer.arrays
 
     def compute_checksum(self) -> str:
         """The digest of the bytes as they are now; equal to `checksum` as long as nothing wrote to them."""
         return layers_checksum(self.layers)
 
 
-def layers_checksum(layers: tuple[LayerKV, ...]) -> str:
-    return checksum(tensor for layer in layers for tensor in (layer.keys, layer.values))
+def layers_checksum(layers: tuple[LayerKV | LayerState, ...]) -> str:
+    return checksum(array for layer in layers for array in layer.arrays)
 
 
 @dataclass(frozen=True)
@@ -99,3 +117,21 @@ def truncate_views(views: tuple[SegmentView, ...], num_tokens: int) -> tuple[Seg
     if kept and kept[-1].stop > num_tokens:
         kept = (*kept[:-1], SegmentView(kept[-1].segment, num_tokens - kept[-1].start))
     return kept
+
+
+def readable(views: tuple[SegmentView, ...], spec: CacheSpec) -> tuple[SegmentView, ...]:
+    """The longest beginning of the chain that a model can go on from.
+
+    Behind a full segment it always can. Within one, a state is not kept, and a window's rows only where the segment is
+    no longer than the window, or at its last token but one.
+    """
+    while views:
+        last = views[-1]
+        count = last.segment.num_tokens
+        if last.length == count:
+            break
+        is_kept = all(count <= window or last.length >= count - 1 for window in spec.windows)
+        if is_kept and not spec.has_state:
+            break
+        views = views[:-1]
+    return views

@@ -175,8 +175,9 @@ class AgentSession(TokenContext):
             self._check_room(self.num_tokens + len(token_ids))
             self._make_room(len(token_ids))
             logits = self._run(mx.array(list(token_ids)))
-            mx.eval(logits, [cache.state for cache in self._caches])
+            mx.eval(logits, [cache.state for cache in self._leaves])
             self._tail_ids.extend(token_ids)
+            self._commit()
             self._start_conversation_here()
             return logits
 
@@ -194,7 +195,7 @@ class AgentSession(TokenContext):
             yield from self._prefilling([*self.token_ids, *token_ids], progress, **room)
         except BaseException:  # a retry must not append the first chunks twice
             self._roll_back()
-            self._rewind(max(0, self.num_tokens - start))
+            self._rewind_exactly(max(0, self.num_tokens - start))
             raise
         self._start_conversation_here()
 
@@ -262,7 +263,7 @@ class AgentSession(TokenContext):
             turn.prefilling.close()
             self._logits = None  # 4 bytes a word of the vocabulary: too much to keep for every idle agent
             if is_budgeted:
-                self._prefix.trim_tail(min(cache.capacity for cache in self._caches))
+                self._prefix.trim_tail(min(cache.capacity for cache in self._leaves))
             if turn.is_begun:
                 self._end(turn)
 
@@ -371,12 +372,14 @@ class AgentSession(TokenContext):
     def rewind(self, num_tokens: int) -> None:
         """Forget the last `num_tokens` tokens: the private tail's, then by a shorter view of the shared ones.
 
-        Other holders never notice. `messages` stay: the next turn computes again what it needs of them.
+        Where a sliding or recurrent layer cannot be cut there, what lies between the last place where it can and here
+        is computed again. Other holders never notice. `messages` stay: the next turn computes again what it needs of
+        them.
         """
         with self._working():
             if not 0 <= num_tokens <= self.num_tokens:
                 raise InvalidValueError(f"[AgentSession.rewind] expected 0..{self.num_tokens}, got {num_tokens}")
-            self._rewind(num_tokens)
+            self._rewind_exactly(num_tokens)
             self._base_tokens = min(self._base_tokens, self.num_tokens)
 
     def package_state(self) -> HandoffPackage:

@@ -14,7 +14,9 @@ FULL_PRECISION_BITS = 16
 
 SUPPORTED_BITS = (2, 3, 4, 5, 6, 8, FULL_PRECISION_BITS)
 SUPPORTED_GROUP_SIZES = (32, 64, 128)
-LAYER_KINDS = ("full",)  # full attention over mlx-lm's KVCache: the one kind that is shared today
+WINDOW_SLACK_TOKENS = 512
+"""Tokens that a window's private tail takes in before its rows are moved to the front; also the longest step."""
+LAYER_KINDS = ("full", "window")
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -61,20 +63,53 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer's cache: KV heads, K and V head dims, and its kind, one of `LAYER_KINDS`."""
+    """One attention layer's cache: KV heads, K and V head dims, and its kind.
+
+    kind "full": every token is kept. "window": a token sees the `window` last ones, itself among them, and older rows
+    are dropped (mlx-lm's RotatingKVCache).
+    """
 
     n_kv_heads: int
     k_head_dim: int
     v_head_dim: int
     kind: str = "full"
+    window: int = 0
 
     def __post_init__(self) -> None:
         _require(self.kind in LAYER_KINDS, f"[LayerSpec] kind: expected one of {LAYER_KINDS}, got {self.kind!r}")
-        for name in ("n_kv_heads", "k_head_dim", "v_head_dim"):
+        for name in ("n_kv_heads", "k_head_dim", "v_head_dim", *(["window"] if self.kind == "window" else [])):
             _require(
                 _is_count(getattr(self, name)),
                 f"[LayerSpec] {name}: expected a positive int, got {getattr(self, name)!r}",
             )
+
+    def sealed_rows(self, num_tokens: int) -> int:
+        """Rows that a segment of `num_tokens` tokens keeps: a window's, one more than what comes next can see, so that
+        the last token may be computed again."""
+        return min(num_tokens, self.window) if self.window else num_tokens
+
+    def tail_rows(self, num_rows: int) -> int:
+        """Rows of a private tail for `num_rows` tokens: a window slides on `WINDOW_SLACK_TOKENS` before rows move."""
+        return min(num_rows, self.window + WINDOW_SLACK_TOKENS) if self.window else num_rows
+
+    def row_bytes(self, item_bytes: int) -> int:
+        """Bytes of one token in full precision."""
+        return self.n_kv_heads * (self.k_head_dim + self.v_head_dim) * item_bytes
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """A layer with a state of fixed size instead of rows (mlx-lm's ArraysCache): recurrent and convolutional ones.
+
+    It is shared as it is, in full precision, where a segment ends, and nowhere else.
+    """
+
+    num_arrays: int
+    nbytes: int
+
+    def __post_init__(self) -> None:
+        _require(_is_count(self.num_arrays), f"[StateSpec] num_arrays: expected a positive int, got {self.num_arrays}")
+        _require(_is_count(self.nbytes), f"[StateSpec] nbytes: expected a positive int, got {self.nbytes}")
 
 
 @dataclass(frozen=True)
@@ -101,12 +136,17 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """Every layer's cache, the dtype of K and V, the context limit in tokens, and the fingerprint."""
+    """Every layer's cache, the dtype of K and V, the context limit in tokens, and the fingerprint.
 
-    layers: tuple[LayerSpec, ...]
+    `grouping` says how the layers become the list that the model is given: 0 for one by itself, n for n of them in one
+    `CacheList`; empty where each is by itself.
+    """
+
+    layers: tuple[LayerSpec | StateSpec, ...]
     dtype: str
     max_context_tokens: int
     fingerprint: Fingerprint
+    grouping: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _require(len(self.layers) > 0, "[CacheSpec] layers: expected at least one, got none")
@@ -117,15 +157,44 @@ class CacheSpec:
             _is_count(self.max_context_tokens),
             f"[CacheSpec] max_context_tokens: expected a positive int, got {self.max_context_tokens!r}",
         )
+        _require(
+            not self.grouping or sum(max(1, count) for count in self.grouping) == len(self.layers),
+            f"[CacheSpec] grouping: expected {len(self.layers)} layers in all, got {self.grouping!r}",
+        )
 
     @property
     def item_bytes(self) -> int:
         return ITEM_BYTES[self.dtype]
 
     @property
+    def attention(self) -> tuple[LayerSpec, ...]:
+        """The layers that keep rows."""
+        return tuple(layer for layer in self.layers if isinstance(layer, LayerSpec))
+
+    @property
+    def windows(self) -> frozenset[int]:
+        """The distinct windows of its sliding layers."""
+        return frozenset(layer.window for layer in self.attention if layer.window)
+
+    @property
+    def has_state(self) -> bool:
+        return any(isinstance(layer, StateSpec) for layer in self.layers)
+
+    @property
     def private_token_bytes(self) -> int:
-        """Bytes of one full-precision token over all layers."""
-        return sum(layer.n_kv_heads * (layer.k_head_dim + layer.v_head_dim) for layer in self.layers) * self.item_bytes
+        """Bytes of one full-precision token over all layers that keep rows."""
+        return sum(layer.row_bytes(self.item_bytes) for layer in self.attention)
+
+    def private_bytes(self, num_rows: int) -> int:
+        """Bytes of a private tail of `num_rows` tokens in full precision, over all layers."""
+        # A state, and the one to go back to if a prefill fails.
+        state = 2 * sum(layer.nbytes for layer in self.layers if isinstance(layer, StateSpec)) if num_rows else 0
+        return state + sum(layer.tail_rows(num_rows) * layer.row_bytes(self.item_bytes) for layer in self.attention)
+
+    def context_bytes(self, num_tokens: int) -> int:
+        """Bytes of a cache of `num_tokens` tokens in full precision at its exact length, as mlx-lm keeps it."""
+        state = sum(layer.nbytes for layer in self.layers if isinstance(layer, StateSpec))
+        return state + sum(layer.sealed_rows(num_tokens) * layer.row_bytes(self.item_bytes) for layer in self.attention)
 
 
 @dataclass(frozen=True)
@@ -168,19 +237,29 @@ class QuantSpec:
         exact = [plan for plan in plans if plan.group_size == self.group_size and plan.padded_dim == head_dim]
         return exact[0] if exact else min(plans, key=lambda plan: (plan.row_bytes(item_bytes), plan.group_size))
 
-    def resolve(self, spec: CacheSpec) -> tuple[LayerPlan, ...]:
-        """One `LayerPlan` per layer; K and V are resolved each for its own head dim."""
+    def resolve(self, spec: CacheSpec) -> tuple[LayerPlan | None, ...]:
+        """One `LayerPlan` per layer, None for a state; K and V are resolved each for its own head dim."""
         return tuple(
             LayerPlan(
                 self.resolve_tensor(layer.k_head_dim, self.k_bits, spec.item_bytes),
                 self.resolve_tensor(layer.v_head_dim, self.v_bits, spec.item_bytes),
             )
+            if isinstance(layer, LayerSpec)
+            else None
             for layer in spec.layers
         )
 
+    def packed_bytes(self, spec: CacheSpec, num_tokens: int) -> int:
+        """Exact bytes of a segment of `num_tokens` tokens over all layers."""
+        total = 0
+        for layer, plan in zip(spec.layers, self.resolve(spec), strict=True):
+            if isinstance(layer, StateSpec) or plan is None:
+                total += layer.nbytes  # type: ignore[union-attr]
+                continue
+            row = plan.keys.row_bytes(spec.item_bytes) + plan.values.row_bytes(spec.item_bytes)
+            total += layer.sealed_rows(num_tokens) * layer.n_kv_heads * row
+        return total
+
     def packed_token_bytes(self, spec: CacheSpec) -> int:
-        """Exact bytes of one packed token over all layers."""
-        return sum(
-            layer.n_kv_heads * (plan.keys.row_bytes(spec.item_bytes) + plan.values.row_bytes(spec.item_bytes))
-            for layer, plan in zip(spec.layers, self.resolve(spec), strict=True)
-        )
+        """Exact bytes of one packed token over all layers that keep rows."""
+        return self.packed_bytes(spec, 1) - sum(it.nbytes for it in spec.layers if isinstance(it, StateSpec))

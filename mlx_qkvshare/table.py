@@ -15,7 +15,8 @@ import mlx.core as mx
 
 from .errors import HandoffError, InvalidValueError
 from .quantize import join
-from .segment import LayerKV, SegmentView, SharedSegment, layers_checksum, truncate_views
+from .segment import LayerKV, LayerState, SegmentView, SharedSegment, layers_checksum, readable, truncate_views
+from .spec import CacheSpec
 
 
 @dataclass(frozen=True)
@@ -73,18 +74,21 @@ class SegmentTable:
 
     # --- matching ------------------------------------------------------------------------------------
 
-    def longest(self, wanted: tuple[int, ...], behind: tuple[SegmentView, ...] = ()) -> tuple[SegmentView, ...]:
-        """Views of the longest stored prefix of `wanted` that continues `behind` (or starts at token 0)."""
+    def longest(
+        self, wanted: tuple[int, ...], spec: CacheSpec, behind: tuple[SegmentView, ...] = ()
+    ) -> tuple[SegmentView, ...]:
+        """Views of the longest stored prefix of `wanted` that continues `behind` (or starts at token 0), and that a
+        model can go on from."""
         if not behind:
-            return self._longest(wanted, self.roots, ())
+            return self._longest(wanted, spec, self.roots, ())
         # The last segment may itself go on beyond its view, so it is a candidate like its children.
-        found = self._longest(wanted, {behind[-1].segment.slot}, behind[:-1])
+        found = self._longest(wanted, spec, {behind[-1].segment.slot}, behind[:-1])
         return found if found and found[-1].stop >= behind[-1].stop else behind
 
     def _longest(
-        self, wanted: tuple[int, ...], candidates: Iterable[int], before: tuple[SegmentView, ...]
+        self, wanted: tuple[int, ...], spec: CacheSpec, candidates: Iterable[int], before: tuple[SegmentView, ...]
     ) -> tuple[SegmentView, ...]:
-        best = before
+        best = readable(before, spec)
         for slot in candidates:
             record = self.records[slot]
             segment = record.segment
@@ -94,7 +98,7 @@ class SegmentTable:
             if length == 0:
                 continue
             views = (*truncate_views(before, segment.start), SegmentView(segment, length))
-            views = self._longest(wanted, record.children, views)
+            views = self._longest(wanted, spec, record.children, views)
             if _stop(views) > _stop(best):
                 best = views
         return best
@@ -145,9 +149,8 @@ class SegmentTable:
 
     def join(self, first: SharedSegment, second: SharedSegment) -> SharedSegment:
         """Replace two neighbours by one segment that holds their words; its holders are set by the manager."""
-        pairs = zip(first.layers, second.layers, strict=True)
-        layers = tuple(LayerKV(join([a.keys, b.keys]), join([a.values, b.values])) for a, b in pairs)
-        mx.eval([tensor.arrays for kv in layers for tensor in (kv.keys, kv.values)])
+        layers = tuple(_join_rows(*pair) for pair in zip(first.layers, second.layers, strict=True))
+        mx.eval([kv.arrays for kv in layers])
         left, right = self.records[first.slot], self.records[second.slot]
         nbytes, checksum = left.slot.nbytes + right.slot.nbytes, layers_checksum(layers)
         # From here on no step takes time, so that an interrupt finds the table before or after.
@@ -169,6 +172,11 @@ class SegmentTable:
                 self._moved[old] = (slot, origins[target] + offset)
         self._moved |= {old: (slot, offset) for old, offset in origins.items()}
         return joined
+
+
+def _join_rows(first: LayerKV | LayerState, second: LayerKV | LayerState) -> LayerKV:
+    assert isinstance(first, LayerKV) and isinstance(second, LayerKV)
+    return LayerKV(join([first.keys, second.keys]), join([first.values, second.values]))
 
 
 def _stop(views: Iterable[SegmentView]) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from tiny import tiny_loaded
 
 from mlx_qkvshare import (
@@ -89,7 +89,10 @@ def cold_behind(session: AgentSession, token_ids: Sequence[int], loaded: LoadedM
     caches = make_prompt_cache(loaded.model)
     for view in session.prefix.views:
         for cache, kv in zip(caches, view.segment.layers, strict=True):
-            cache.update_and_fetch(unpacked(kv.keys, view.length), unpacked(kv.values, view.length))
+            cut = view.segment.num_tokens - view.length
+            if isinstance(cache, RotatingKVCache):
+                cache.offset = view.stop - (kv.num_rows - cut)  # the rows before are gone, and seen by nobody
+            cache.update_and_fetch(unpacked(kv.keys, kv.num_rows - cut), unpacked(kv.values, kv.num_rows - cut))
     return cold(token_ids, loaded, caches)
 
 

@@ -50,7 +50,7 @@ def team(count, *, model=T, quant=None, tails=None, shared=SHARED, **options):
 def together(sessions, tokens, attention=None):
     """Logits [N, V] of one token each, in one pass; the sessions do not change."""
     caches = [copy.deepcopy(session.caches) for session in sessions]
-    groups = group_segments([layers[0] for layers in caches])
+    groups: dict = {}
     offset = mx.array([layers[0].offset for layers in caches])
     batched = [BatchLayerCache(rows, groups, offset) for rows in zip(*caches, strict=True)]
     with quantized_attention(attention):

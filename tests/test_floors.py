@@ -21,6 +21,9 @@ FLOORS = {
     "fingerprint": 1,
     "gguf_file": 1,
     "segment": 1.5,
+    "state_cache": 2.1,
+    "gguf_architectures": 1.2,
+    "gguf_tokenizer": 1.2,
     "gguf_convert": 1.5,
     "gguf_cache": 1.5,
     "download": 1.8,
@@ -47,6 +50,7 @@ FLOORS = {
     "handoff": 5,
     "schedule": 5,
     "scheduler": 5.5,
+    "serve": 5.5,
     "measure": 6,
     "bench": 6.5,
     "bench_decode": 6.55,
@@ -58,7 +62,7 @@ FLOORS = {
 }
 HELPERS = {("spec", "errors"), ("cli", "cli"), ("benchmarks", "benchmarks")}
 OWNERS = {
-    "mlx_lm": {"model", "attention", "session", "bench", "bench_decode", "bench_latency", "benchmarks"},
+    "mlx_lm": {"model", "attention", "session", "state_cache", "serve", "bench", "bench_decode", "bench_latency", "benchmarks"},
     "huggingface_hub": {"download"},
     "typer": {"cli"},
     "rich": {"cli"},

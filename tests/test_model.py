@@ -13,6 +13,7 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from test_gguf_convert import tiny_metadata, tiny_tensors, write_gguf
 from tiny import EOS, VOCAB_SIZE, tiny_config, tiny_loaded, tiny_model, tiny_tokenizer
@@ -117,16 +118,26 @@ def test_the_context_limit_is_found_or_documented(config, limit):
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        (
-            {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 32},
-            r"llama: layer 1 keeps a RotatingKVCache \(sliding window\); only full-attention KVCache layers are shared",
-        ),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, r"llama: .*self_attn\.rope is dynamic NTK RoPE"),
     ],
 )
 def test_what_cannot_be_shared_is_refused_by_name(overrides, named):
     with pytest.raises(UnsupportedModelError, match=named):
         tiny_loaded(**overrides)
+
+
+@pytest.mark.parametrize(
+    ("cache", "named"),
+    [
+        (ChunkedKVCache(16), r"llama: layer 1 keeps a ChunkedKVCache \(chunked attention\), which is not shared"),
+        (RotatingKVCache(16, keep=4), r"llama: layer 1 keeps the first 4 tokens beside its window: not shared"),
+    ],
+)
+def test_a_cache_that_cannot_be_shared_is_refused_by_name(cache, named):
+    model = tiny_model(fresh=True)
+    model.make_cache = lambda: [KVCache(), cache]
+    with pytest.raises(UnsupportedModelError, match=named):
+        describe(model, tiny_config())
 
 
 def test_a_subclass_of_kvcache_is_not_trusted():

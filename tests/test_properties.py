@@ -10,12 +10,14 @@ import functools
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+import pytest
 from core_helpers import FULL, K8V8, loaded, logits_behind, stock_logits
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mlx_qkvshare import AgentSession, HandoffCoordinator, SharedKVCacheManager, quantized_attention
+from mlx_qkvshare import AgentSession, HandoffCoordinator, SharedKVCacheManager, context, quantized_attention
+from mlx_qkvshare import spec as spec_module
 from mlx_qkvshare.errors import BudgetExceededError, ContextLimitError
 
 MAX_SESSIONS, MAX_CONTEXT, PROBE = 4, 60, [11, 3]
@@ -44,25 +46,47 @@ class Faulty(nn.Module):
         return out
 
 
+SIZES = {"hidden": 32, "heads": 2, "kv_heads": 1, "head_dim": 32, "intermediate_size": 32, "vocab_size": 16}
+ARCHITECTURES = {
+    "full": {},
+    "window": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6},
+    # One layer that convolves, one that attends.
+    "state": {
+        "model_type": "lfm2", "norm_eps": 1e-5, "conv_bias": False, "conv_L_cache": 3, "block_dim": 32,
+        "block_ff_dim": 32, "block_multiple_of": 8, "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": False, "full_attn_idxs": [1],
+    },
+}  # fmt: skip
+
+
 @functools.cache
-def faulty_model():
+def faulty_model(kind):
     """A tiny model both of whose layers can be made to fail."""
 
     def wrap(model):
         for layer in model.model.layers:
-            layer.self_attn = Faulty(layer.self_attn)
+            name = "conv" if "conv" in layer else "self_attn"
+            layer[name] = Faulty(layer[name])
 
-    sizes = {"hidden": 32, "heads": 2, "kv_heads": 1, "head_dim": 32, "intermediate_size": 32, "vocab_size": 16}
-    return loaded(wrap=wrap, max_position=MAX_CONTEXT, **sizes)
+    return loaded(wrap=wrap, max_position=MAX_CONTEXT, **SIZES, **ARCHITECTURES[kind])
+
+
+def faults(model):
+    """What can be made to fail."""
+    return [layer["conv" if "conv" in layer else "self_attn"] for layer in model.model.model.layers]
 
 
 class Walk(RuleBasedStateMachine):
     quant = FULL
+    kind = "full"
     budget_tokens = 80  # in tokens of private tails: a few sessions fill it
 
     def __init__(self):
         super().__init__()
-        self.model = faulty_model()
+        self.patch = pytest.MonkeyPatch()
+        for module in (spec_module, context):
+            self.patch.setattr(module, "WINDOW_SLACK_TOKENS", 5)  # so that the window moves within a short walk
+        self.model = faulty_model(self.kind)
         spec = self.model.spec
         self.manager = SharedKVCacheManager(
             spec, self.quant, budget_bytes=self.budget_tokens * spec.private_token_bytes
@@ -79,6 +103,7 @@ class Walk(RuleBasedStateMachine):
         assert (stats.protected_bytes, stats.private_bytes) == (0, 0)
         self.manager.evict_unreferenced()
         assert self.manager.stats().used_bytes == 0
+        self.patch.undo()
 
     # --- what can happen ---------------------------------------------------------------------------
 
@@ -139,8 +164,12 @@ class Walk(RuleBasedStateMachine):
     def rewind(self, which, share):
         i = self.pick(which)
         count = round(share * len(self.fed[i]))
-        self.sessions[i].rewind(count)
-        del self.fed[i][len(self.fed[i]) - count :]
+        try:
+            self.sessions[i].rewind(count)
+        except BudgetExceededError:
+            assert self.kind != "full" and self.sessions[i].token_ids == self.fed[i]
+        else:
+            del self.fed[i][len(self.fed[i]) - count :]
 
     @has_two
     @rule(which=WHICH, step=st.integers(1, 3), keep=st.booleans(), verify=st.booleans())
@@ -204,7 +233,7 @@ class Walk(RuleBasedStateMachine):
     )
     def fail(self, which, prompt, layer, countdown, is_late, error, is_decode):
         i = self.pick(which)
-        faulty = self.model.model.model.layers[layer].self_attn
+        faulty = faults(self.model)[layer]
         faulty.countdown, faulty.is_late, faulty.error = countdown, is_late, error
         try:
             if is_decode and self.fed[i]:
@@ -215,8 +244,8 @@ class Walk(RuleBasedStateMachine):
             self.disarm()
 
     def disarm(self):
-        for layer in self.model.model.model.layers:
-            layer.self_attn.countdown = -1
+        for faulty in faults(self.model):
+            faulty.countdown = -1
 
     # --- what must hold ----------------------------------------------------------------------------
 
@@ -260,6 +289,22 @@ class QuantizedWalk(Walk):
     budget_tokens = 60
 
 
+class WindowWalk(Walk):
+    kind = "window"
+
+
+class QuantizedWindowWalk(QuantizedWalk):
+    kind = "window"
+
+
+class StateWalk(Walk):
+    kind = "state"
+
+
+class QuantizedStateWalk(QuantizedWalk):
+    kind = "state"
+
+
 SETTINGS = settings(
     max_examples=150,
     stateful_step_count=30,
@@ -271,4 +316,10 @@ SETTINGS = settings(
 )
 test_full_precision_walks = Walk.TestCase
 test_quantized_walks = QuantizedWalk.TestCase
+test_sliding_walks = WindowWalk.TestCase
+test_quantized_sliding_walks = QuantizedWindowWalk.TestCase
+test_recurrent_walks = StateWalk.TestCase
+test_quantized_recurrent_walks = QuantizedStateWalk.TestCase
 test_full_precision_walks.settings = test_quantized_walks.settings = SETTINGS
+for _walk in (test_sliding_walks, test_quantized_sliding_walks, test_recurrent_walks, test_quantized_recurrent_walks):
+    _walk.settings = settings(SETTINGS, max_examples=60)

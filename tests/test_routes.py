@@ -10,7 +10,7 @@ import pytest
 from core_helpers import make_manager, normal, store
 
 from mlx_qkvshare import QuantizedAttention, QuantSpec, Route, RouteTable, routes
-from mlx_qkvshare.batch_cache import BatchLayerCache, group_segments
+from mlx_qkvshare.batch_cache import BatchLayerCache
 from mlx_qkvshare.bench_attention import AttentionShape, bench_attention, choose, table_of
 from mlx_qkvshare.errors import InvalidValueError
 from mlx_qkvshare.routes import RoutePoint, of_device, shipped
@@ -155,7 +155,7 @@ def test_attention_asks_by_rows_length_and_bits():
     attention = QuantizedAttention(table=Asked("a device", POINTS))
     asked.clear()
     mx.eval(attention.attend(normal(1, 6, 3, 32), caches[1], scale=1.0, mask="causal"))
-    batch = BatchLayerCache(caches, group_segments(caches), mx.array([c.offset for c in caches]))
+    batch = BatchLayerCache(caches, {}, mx.array([c.offset for c in caches]))
     table = Asked("a device", (*POINTS[:4], RoutePoint("batch", 8, 8, 512, PACKED)))
     mx.eval(QuantizedAttention(table=table).attend(normal(2, 6, 1, 32), batch, scale=1.0))
     assert asked == [("one", 8, 9, 60), ("batch", 8, 6, 60)]
