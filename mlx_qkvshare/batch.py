@@ -101,7 +101,7 @@ class AgentBatch:
         self._attention = attention or QuantizedAttention()
         self._members: dict[AgentSession, _Member] = {}
         self._untold: list[BatchEvent] = []  # a step that raises tells its events with the next one
-        self._can_route = False
+        self._can_route = self._is_alone = False
 
     def __enter__(self) -> AgentBatch:
         return self
@@ -251,10 +251,20 @@ class AgentBatch:
         """Logits [N, V] behind one more token [N] of every session."""
         caches = [member.session._leaves for member in members]
         self.is_together = len(members) > 1 and self._is_routed(members)
-        if not self.is_together:
-            logits = mx.stack([member.session._run(member.token.reshape(1))[-1] for member in members])
-            self.kv_bytes_read = sum(bytes_read([layers]) for layers in caches)
-            return logits
+        if self.is_together:
+            try:
+                return self._forward_together(members, tokens, caches)
+            except (AttributeError, TypeError, ValueError):
+                # The model wants more of a cache than a batch of lengths has, such as one offset for all rows. A fault
+                # of its own it raises again.
+                for member in members:
+                    member.session._roll_back()
+                self.is_together, self._is_alone = False, True
+        logits = mx.stack([member.session._run(member.token.reshape(1))[-1] for member in members])
+        self.kv_bytes_read = sum(bytes_read([layers]) for layers in caches)
+        return logits
+
+    def _forward_together(self, members: list[_Member], tokens: mx.array, caches: list[list[Any]]) -> mx.array:
         groups: dict[int, tuple[SegmentGroup, ...]] = {}
         offset = mx.array([layers[0].offset for layers in caches])
         batched = grouped(
@@ -267,10 +277,10 @@ class AgentBatch:
 
     def _is_routed(self, members: list[_Member]) -> bool:
         """Is it known, from a step of a session alone, that every layer's attention reaches ours?"""
-        if not self._can_route:
+        if not self._can_route and not self._is_alone:
             caches = (member.session._leaves for member in members)
             self._can_route = any(all(leaf.can_batch and leaf.is_decoding_routed for leaf in each) for each in caches)
-        return self._can_route
+        return self._can_route and not self._is_alone
 
     def _expel(self, members: list[_Member]) -> None:
         """Make room for one token of each; those that are closed or find none leave."""

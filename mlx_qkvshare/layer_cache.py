@@ -444,6 +444,22 @@ class WindowLayerCache(LayerCache):
         return twin
 
 
+class ChunkLayerCache(WindowLayerCache):
+    """A layer whose tokens see those of their own chunk of `spec.window` tokens (mlx-lm's ChunkedKVCache, Llama 4).
+
+    No chunk reaches back further than a window of its size; the model masks what of the window is of the chunk before.
+    """
+
+    @property
+    def start_position(self) -> int:
+        """The token of the first row that the next step reads."""
+        return self._first(self.offset)
+
+    def maybe_trim_front(self) -> None:
+        """Rows are dropped when room is made. Who asks makes one mask for all rows of a batch."""
+        self.can_batch = False
+
+
 def layer_kv(segment: SharedSegment, layer: int) -> LayerKV:
     """An attention layer's packed K/V in a segment."""
     kv = segment.layers[layer]

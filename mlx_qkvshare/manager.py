@@ -25,7 +25,7 @@ from .errors import (
     SessionClosedError,
 )
 from .integrity import check_table, require_equal
-from .layer_cache import LayerCache, WindowLayerCache
+from .layer_cache import ChunkLayerCache, LayerCache, WindowLayerCache
 from .prefix import Holding, SharedPrefix
 from .quantize import quantize
 from .segment import LayerKV, LayerState, SegmentView, SharedSegment, layers_checksum, readable, truncate_views
@@ -33,6 +33,7 @@ from .spec import CacheSpec, LayerSpec, QuantSpec, StateSpec
 from .state_cache import grouped, snapshot, state_class
 from .table import Record, SegmentTable, SharedSlot
 
+_CACHES = {"full": LayerCache, "window": WindowLayerCache, "chunk": ChunkLayerCache}
 DEFAULT_BUDGET_BYTES = 4 * 2**30
 
 
@@ -223,8 +224,7 @@ class SharedKVCacheManager:
         dtype, caches = getattr(mx, self.spec.dtype), []
         for index, layer in enumerate(self.spec.layers):
             if isinstance(layer, LayerSpec):
-                kind = WindowLayerCache if layer.window else LayerCache
-                caches.append(kind(prefix, index, layer, dtype))
+                caches.append(_CACHES[layer.kind](prefix, index, layer, dtype))
             else:
                 caches.append(state_class()(prefix, index, layer))
         return grouped(caches, self.spec.grouping)

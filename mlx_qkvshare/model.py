@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map_with_path
-from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_adapters, load_model, load_tokenizer
 
@@ -39,7 +39,10 @@ _LIMIT_NAMES = (
     "n_positions",
     "n_ctx",
 )
-_CACHE_HINTS = {"ChunkedKVCache": "chunked attention"}
+_MAX_SETTLING_TOKENS = 64
+_CACHE_HINTS = {
+    "LayerCache": "a window, and compressed rows that other layers read",  # deepseek_v41's own
+}
 
 
 class LoadedModel(NamedTuple):
@@ -172,8 +175,9 @@ def _cast(model: nn.Module, dtype: mx.Dtype) -> None:
 def describe(model: nn.Module, config: Mapping[str, Any], tokenizer: Any = None) -> CacheSpec:
     """The `CacheSpec` of a loaded model; `tokenizer` None makes a spec that matches only others without one.
 
-    Shapes and dtype of K and V are read off one forward pass of one token through mlx-lm's own caches, which
-    is never evaluated: it is right for every architecture, and costs a few milliseconds.
+    Shapes and dtype of K and V are read off a forward pass of one token through mlx-lm's own caches (two or more where
+    there is a state, until its size stays), which is never evaluated: it is right for every architecture, and costs a
+    few milliseconds.
 
     Raises:
         UnsupportedModelError: a layer keeps a cache that cannot be shared, or its RoPE moves with the length.
@@ -185,18 +189,19 @@ def describe(model: nn.Module, config: Mapping[str, Any], tokenizer: Any = None)
     for index, leaf in found:
         _require_known(leaf, f"{name}: layer {index}")
     model(mx.array([[0]]), cache=cache)
+    states = [(index, leaf) for index, leaf in found if isinstance(leaf, ArraysCache)]
+    num_tokens = _settle(model, cache, states, name) if states else 1
     dtypes: set[str] = set()
     layers: list[LayerSpec | StateSpec] = []
     for index, leaf in found:
         if isinstance(leaf, ArraysCache):
             layers.append(_describe_state(leaf, f"{name}: layer {index}"))
             continue
-        if leaf.keys is None or leaf.offset != 1:
+        if leaf.keys is None or leaf.offset != num_tokens:
             raise UnsupportedModelError(f"{name}: layer {index} does not store one row for each token in its cache")
         dtypes |= {str(leaf.keys.dtype), str(leaf.values.dtype)}
         heads, dims = leaf.keys.shape[1], (leaf.keys.shape[3], leaf.values.shape[3])
-        is_window = isinstance(leaf, RotatingKVCache)
-        layers.append(LayerSpec(heads, *dims, "window", leaf.max_size) if is_window else LayerSpec(heads, *dims))
+        layers.append(LayerSpec(heads, *dims, *_reach(leaf)))
     grouping = tuple(len(layer.caches) if isinstance(layer, CacheList) else 0 for layer in cache)
     if not dtypes:  # no attention at all
         dtypes = {str(weight.dtype) for _, weight in parameters(model) if mx.issubdtype(weight.dtype, mx.floating)}
@@ -213,19 +218,47 @@ def describe(model: nn.Module, config: Mapping[str, Any], tokenizer: Any = None)
     return CacheSpec(tuple(layers), dtype, limit, fingerprint, grouping if any(grouping) else ())
 
 
+def _reach(leaf: Any) -> tuple[str, int]:
+    """The kind of an attention layer's cache, and its window."""
+    if isinstance(leaf, RotatingKVCache):
+        return "window", leaf.max_size
+    return ("chunk", leaf.chunk_size) if isinstance(leaf, ChunkedKVCache) else ("full", 0)
+
+
 def _require_known(leaf: Any, where: str) -> None:
     kind = type(leaf).__name__
-    if type(leaf) not in (KVCache, RotatingKVCache, ArraysCache):
+    if type(leaf) not in (KVCache, RotatingKVCache, ChunkedKVCache, ArraysCache):
         hint = f" ({_CACHE_HINTS[kind]})" if kind in _CACHE_HINTS else ""
         raise UnsupportedModelError(f"{where} keeps a {kind}{hint}, which is not shared")
     if isinstance(leaf, RotatingKVCache) and leaf.keep:
         raise UnsupportedModelError(f"{where} keeps the first {leaf.keep} tokens beside its window: not shared")
 
 
+def _settle(model: nn.Module, cache: Any, states: list[tuple[int, Any]], name: str) -> int:
+    """Run more tokens (never evaluated, either) until no state grows: the number of tokens in `cache`, 1 before.
+
+    longcat_flash_ngram's state, the last few tokens, fills up first.
+    """
+    num_tokens = step = 1
+    while num_tokens < _MAX_SETTLING_TOKENS:
+        before = [_state_bytes(leaf) for _, leaf in states]
+        model(mx.array([[0] * step]), cache=cache)
+        num_tokens += step
+        if [_state_bytes(leaf) for _, leaf in states] == before:
+            return num_tokens
+        step *= 2
+    index = next(index for (index, leaf), size in zip(states, before, strict=True) if _state_bytes(leaf) != size)
+    raise UnsupportedModelError(f"{name}: layer {index} keeps a state that grows with the tokens, which is not shared")
+
+
+def _state_bytes(leaf: Any) -> int:
+    return sum(array.nbytes for array in leaf.cache if array is not None)
+
+
 def _describe_state(leaf: Any, where: str) -> StateSpec:
     if any(array is None for array in leaf.cache):
         raise UnsupportedModelError(f"{where} leaves a part of its state empty")
-    return StateSpec(len(leaf.cache), sum(array.nbytes for array in leaf.cache))
+    return StateSpec(len(leaf.cache), _state_bytes(leaf))
 
 
 def _layout(layers: list[LayerSpec | StateSpec]) -> str:
@@ -240,7 +273,7 @@ def _layout(layers: list[LayerSpec | StateSpec]) -> str:
 def _name(layer: LayerSpec | StateSpec) -> str:
     if isinstance(layer, StateSpec):
         return f"state of {layer.num_arrays} arrays, {layer.nbytes} bytes"
-    window = f", window {layer.window}" if layer.window else ""
+    window = f", {layer.kind} {layer.window}" if layer.window else ""
     return f"{layer.n_kv_heads} heads, K{layer.k_head_dim} V{layer.v_head_dim}{window}"
 
 

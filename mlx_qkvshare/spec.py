@@ -16,7 +16,7 @@ SUPPORTED_BITS = (2, 3, 4, 5, 6, 8, FULL_PRECISION_BITS)
 SUPPORTED_GROUP_SIZES = (32, 64, 128)
 WINDOW_SLACK_TOKENS = 512
 """Tokens that a window's private tail takes in before its rows are moved to the front; also the longest step."""
-LAYER_KINDS = ("full", "window")
+LAYER_KINDS = ("full", "window", "chunk")
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -63,10 +63,10 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One attention layer's cache: KV heads, K and V head dims, and its kind.
+    """One attention layer's cache: KV heads, K and V head dims (V 0: keys alone, as of an index), and its kind.
 
     kind "full": every token is kept. "window": a token sees the `window` last ones, itself among them, and older rows
-    are dropped (mlx-lm's RotatingKVCache).
+    are dropped (mlx-lm's RotatingKVCache). "chunk": it sees those of its own chunk of `window` tokens (ChunkedKVCache).
     """
 
     n_kv_heads: int
@@ -77,7 +77,8 @@ class LayerSpec:
 
     def __post_init__(self) -> None:
         _require(self.kind in LAYER_KINDS, f"[LayerSpec] kind: expected one of {LAYER_KINDS}, got {self.kind!r}")
-        for name in ("n_kv_heads", "k_head_dim", "v_head_dim", *(["window"] if self.kind == "window" else [])):
+        names = ["n_kv_heads", "k_head_dim", *(["v_head_dim"] if self.v_head_dim != 0 else [])]
+        for name in names + ([] if self.kind == "full" else ["window"]):
             _require(
                 _is_count(getattr(self, name)),
                 f"[LayerSpec] {name}: expected a positive int, got {getattr(self, name)!r}",
@@ -227,8 +228,8 @@ class QuantSpec:
         return f"K{self.k_bits}V{self.v_bits} g{self.group_size}"
 
     def resolve_tensor(self, head_dim: int, bits: int, item_bytes: int) -> TensorPlan:
-        if bits == FULL_PRECISION_BITS:
-            return TensorPlan(head_dim, bits, self.group_size, head_dim)
+        if bits == FULL_PRECISION_BITS or head_dim == 0:
+            return TensorPlan(head_dim, FULL_PRECISION_BITS, self.group_size, head_dim)
         plans = [
             TensorPlan(head_dim, bits, group, -(-head_dim // group) * group)
             for group in SUPPORTED_GROUP_SIZES

@@ -13,7 +13,7 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from test_gguf_convert import tiny_metadata, tiny_tensors, write_gguf
 from tiny import EOS, VOCAB_SIZE, tiny_config, tiny_loaded, tiny_model, tiny_tokenizer
@@ -129,7 +129,7 @@ def test_what_cannot_be_shared_is_refused_by_name(overrides, named):
 @pytest.mark.parametrize(
     ("cache", "named"),
     [
-        (ChunkedKVCache(16), r"llama: layer 1 keeps a ChunkedKVCache \(chunked attention\), which is not shared"),
+        (QuantizedKVCache(), r"llama: layer 1 keeps a QuantizedKVCache, which is not shared"),
         (RotatingKVCache(16, keep=4), r"llama: layer 1 keeps the first 4 tokens beside its window: not shared"),
     ],
 )
