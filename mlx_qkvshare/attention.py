@@ -22,7 +22,7 @@ from .errors import UnsupportedModelError
 from .layer_cache import LayerCache, routing
 from .parts import compute_dtype, part_output, part_scores
 from .routes import Decision, Kind, Route, RouteTable, device_name, of_device
-from .segment import LayerKV
+from .segment import KVBlock
 from .spec import FULL_PRECISION_BITS
 
 
@@ -97,7 +97,7 @@ class QuantizedAttention:
         return _attend_packed(queries, cache, parts, scale=scale, mask=mask, sinks=sinks)
 
 
-def _bits_of(parts: Iterable[tuple[LayerKV, int]]) -> int:
+def _bits_of(parts: Iterable[tuple[KVBlock, int]]) -> int:
     """The larger of K and V bits of these parts."""
     return max((max(kv.keys.plan.bits, kv.values.plan.bits) for kv, _ in parts), default=FULL_PRECISION_BITS)
 
@@ -105,7 +105,7 @@ def _bits_of(parts: Iterable[tuple[LayerKV, int]]) -> int:
 def _attend_packed(
     queries: mx.array,
     cache: LayerCache,
-    parts: Sequence[tuple[LayerKV, int]],
+    parts: Sequence[tuple[KVBlock, int]],
     *,
     scale: float,
     mask: mx.array | str | None,

@@ -10,6 +10,7 @@ D head dim, Dv value dim.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 import mlx.core as mx
@@ -44,7 +45,7 @@ def attend_together(
     num_kv_heads = batch.spec.n_kv_heads
     compute = compute_dtype(queries.dtype)
     rows = (queries.astype(compute) * scale).reshape(num_sessions, num_kv_heads, -1, head_dim)
-    partials = [_group_partial(rows, group, batch, unpack) for group in batch.groups]
+    partials = [partial for group in batch.groups for partial in _group_partials(rows, group, batch, unpack)]
     partials.append(_tail_partial(rows, batch))
     if sinks is not None:
         like = partials[0]
@@ -56,29 +57,36 @@ def attend_together(
     return merged.reshape(num_sessions, num_heads, 1, -1)
 
 
-def _group_partial(rows: mx.array, group: SegmentGroup, batch: BatchLayerCache, unpack: bool) -> _Partial:
-    """The rows of the sessions that read one segment, all at once; other sessions' entries are marked empty."""
+def _group_partials(rows: mx.array, group: SegmentGroup, batch: BatchLayerCache, unpack: bool) -> Iterator[_Partial]:
+    """The rows of the sessions that read one segment, all at once, block by block; other sessions' entries are marked
+    empty."""
     num_sessions, num_kv_heads, gqa_factor, _ = rows.shape
-    kv, count = layer_kv(group.segment, batch.layer), len(group.rows)
-    first = group.segment.stop - kv.num_rows  # the token of the first row
-    stops = [group.segment.start + length - first for length in group.lengths]
-    starts = [max(0, batch.rows[row].oldest - first) for row in group.rows]
-    length = max(stops)
-    scores = part_scores(group.fold(rows), kv.keys, length, unpack=unpack)
-    if min(stops) < length or max(starts) > 0:
-        scores = mx.where(_between(starts, stops, length, gqa_factor), scores, LOWEST)
-    maxima, weights, sums = _exponentials(scores)
-    outputs = part_output(weights, kv.values, length, unpack=unpack)
-    shape = (num_kv_heads, count, gqa_factor)
-    partial = _Partial(
-        maxima.reshape(shape).swapaxes(0, 1),
-        sums.reshape(shape).swapaxes(0, 1),
-        outputs.reshape(*shape, -1).swapaxes(0, 1),
-    )
-    if count == num_sessions:
-        return partial
-    index = group.places(num_sessions)
-    return _Partial(*(mx.concatenate([array, mx.zeros_like(array[:1])])[index] for array in partial))
+    kv, count, folded = layer_kv(group.segment, batch.layer), len(group.rows), group.fold(rows)
+    first = group.segment.stop - kv.num_rows  # the token of the block's first row
+    stops = [group.segment.start + length for length in group.lengths]
+    oldest = [batch.rows[row].oldest for row in group.rows]
+    for block, length in kv.first(max(stops) - first):
+        begins, ends = ([min(max(0, token - first), length) for token in tokens] for tokens in (oldest, stops))
+        first += block.num_rows
+        scores = part_scores(folded, block.keys, length, is_unpacked=unpack)
+        is_partly_seen = min(ends) < length or max(begins) > 0
+        is_seen = _between(begins, ends, length, gqa_factor) if is_partly_seen else None
+        maxima, weights, sums = _exponentials(scores if is_seen is None else mx.where(is_seen, scores, LOWEST))
+        if is_seen is not None and any(begin >= end for begin, end in zip(begins, ends, strict=True)):
+            # A row that sees nothing here has its maximum at LOWEST and weights of 1.
+            weights = mx.where(is_seen, weights, 0)
+            sums = mx.sum(weights.astype(mx.float32), axis=-1, keepdims=True)
+        outputs = part_output(weights, block.values, length, is_unpacked=unpack)
+        shape = (num_kv_heads, count, gqa_factor)
+        partial = _Partial(
+            maxima.reshape(shape).swapaxes(0, 1),
+            sums.reshape(shape).swapaxes(0, 1),
+            outputs.reshape(*shape, -1).swapaxes(0, 1),
+        )
+        if count < num_sessions:
+            index = group.places(num_sessions)
+            partial = _Partial(*(mx.concatenate([array, mx.zeros_like(array[:1])])[index] for array in partial))
+        yield partial
 
 
 def _between(starts: list[int], stops: list[int], length: int, gqa_factor: int) -> mx.array:

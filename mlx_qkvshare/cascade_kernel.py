@@ -17,7 +17,7 @@ from .kernels import merge_state, merge_state_ops
 from .layer_cache import STACKED_TOKENS, LayerCache, layer_kv, stack_tails
 from .part_kernel import Partial, attend_part, attend_part_ops
 from .quantize import QuantizedTensor
-from .spec import FULL_PRECISION_BITS, TensorPlan
+from .spec import full_precision
 
 
 def attend_with_kernel(
@@ -92,17 +92,20 @@ class _Cascade(NamedTuple):
         num_sessions, num_kv_heads, num_rows, _ = rows.shape
         for group in groups:
             segment, kv = group.segment, layer_kv(group.segment, layer)
-            start, missing = segment.stop - kv.num_rows, segment.num_tokens - kv.num_rows
-            reads = [(start, n - missing, stops[row]) for row, n in zip(group.rows, group.lengths, strict=True)]
-            sight = _sight(tuple(reads), num_queries, num_rows, self.window)
-            if sight is None:
-                continue
-            seeing = _chosen(group, sight.places)
-            keys, values = (_tokens_from(tensor, sight.first) for tensor in (kv.keys, kv.values))
-            spans = sight.spans.reshape(1, -1, 2)
-            partial = self.part(seeing.fold(rows), keys, values, spans, sight.num_tokens)
-            shape, places = (num_kv_heads, len(seeing.rows), num_rows), seeing.places(num_sessions)
-            yield Partial(*(_unfold(array, shape, places) for array in partial))
+            start = segment.stop - kv.num_rows
+            for block in kv.blocks:
+                ends = (min(segment.start + length - start, block.num_rows) for length in group.lengths)
+                reads = [(start, max(0, end), stops[row]) for row, end in zip(group.rows, ends, strict=True)]
+                start += block.num_rows
+                sight = _sight(tuple(reads), num_queries, num_rows, self.window)
+                if sight is None:
+                    continue
+                seeing = _chosen(group, sight.places)
+                keys, values = (_tokens_from(tensor, sight.first) for tensor in (block.keys, block.values))
+                spans = sight.spans.reshape(1, -1, 2)
+                partial = self.part(seeing.fold(rows), keys, values, spans, sight.num_tokens)
+                shape, places = (num_kv_heads, len(seeing.rows), num_rows), seeing.places(num_sessions)
+                yield Partial(*(_unfold(array, shape, places) for array in partial))
 
     def _tails(
         self, rows: mx.array, caches: Sequence[LayerCache], stops: Sequence[int], num_queries: int
@@ -190,10 +193,13 @@ def _tokens_from(tensor: QuantizedTensor, first: int) -> QuantizedTensor:
     """The tokens from `first` on, as views."""
     if first == 0:
         return tensor
-    return QuantizedTensor(tensor.plan, tensor.dtype, *(array[:, :, first:] for array in tensor.arrays))
+    packed, scales, biases = (
+        array if array is None else array[:, :, first:] for array in (tensor.packed, tensor.scales, tensor.biases)
+    )
+    assert packed is not None
+    return QuantizedTensor(tensor.plan, tensor.dtype, packed, scales, biases, tensor.basis)
 
 
 def _plain(rows: mx.array) -> QuantizedTensor:
     """Full-precision rows [B, Hk, T, D] as the kernel takes them."""
-    head_dim = rows.shape[-1]
-    return QuantizedTensor(TensorPlan(head_dim, FULL_PRECISION_BITS, head_dim, head_dim), rows.dtype, rows)
+    return QuantizedTensor(full_precision(rows.shape[-1]), rows.dtype, rows)

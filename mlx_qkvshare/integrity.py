@@ -43,8 +43,9 @@ def _check_segment(
     require_equal(f"slot {slot}: segment bytes", segment.nbytes, "counted bytes", record.counted_bytes)
     for index, (kv, layer) in enumerate(zip(segment.layers, spec.layers, strict=True)):
         if isinstance(kv, LayerKV) and isinstance(layer, LayerSpec):
-            for tensor in (kv.keys, kv.values):
-                rows = layer.sealed_rows(segment.num_tokens)
-                require_equal(f"slot {slot} layer {index}: rows", tensor.num_tokens, "rows of its tokens", rows)
+            rows = layer.sealed_rows(segment.num_tokens)
+            for name in ("keys", "values"):
+                found = sum(getattr(block, name).num_tokens for block in kv.blocks)
+                require_equal(f"slot {slot} layer {index}: rows of {name}", found, "rows of its tokens", rows)
     if checksums:
         require_equal(f"slot {slot}: checksum", segment.compute_checksum(), "checksum at seal", segment.checksum)

@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from .errors import InvalidValueError
 from .quantize import dequantize
-from .segment import LayerKV, SegmentView, SharedSegment
+from .segment import KVBlock, LayerKV, SegmentView, SharedSegment
 from .spec import LayerSpec
 
 
@@ -170,11 +170,11 @@ class LayerCache:
 
     # --- what attention and the session need -------------------------------------------------------
 
-    def parts(self) -> Iterator[tuple[LayerKV, int]]:
-        """The shared parts in order: this layer's packed K/V of each segment, and how many rows of it are read."""
+    def parts(self) -> Iterator[tuple[KVBlock, int]]:
+        """The shared parts in order: this layer's packed K/V, block by block, and how many rows of each are read."""
         for segment, length in self.spans():
             kv = layer_kv(segment, self.layer)
-            yield kv, length - (segment.num_tokens - kv.num_rows)
+            yield from kv.first(length - (segment.num_tokens - kv.num_rows))
 
     def spans(self) -> Iterator[tuple[SharedSegment, int]]:
         """The shared segments in order, and how many tokens of each are read."""

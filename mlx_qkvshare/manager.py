@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import itertools
 import secrets
 import threading
@@ -27,14 +28,15 @@ from .errors import (
 from .integrity import check_table, require_equal
 from .layer_cache import ChunkLayerCache, LayerCache, WindowLayerCache
 from .prefix import Holding, SharedPrefix
-from .quantize import quantize
-from .segment import LayerKV, LayerState, SegmentView, SharedSegment, layers_checksum, readable, truncate_views
-from .spec import CacheSpec, LayerSpec, QuantSpec, StateSpec
+from .quantize import Basis, quantize
+from .segment import KVBlock, LayerKV, LayerState, SegmentView, SharedSegment, layers_checksum, readable, truncate_views
+from .spec import CacheSpec, LayerPlan, LayerSpec, QuantSpec, StateSpec, full_precision
 from .state_cache import grouped, snapshot, state_class
-from .table import Record, SegmentTable, SharedSlot
+from .table import Record, SegmentTable, SharedSlot, can_join
 
 _CACHES = {"full": LayerCache, "window": WindowLayerCache, "chunk": ChunkLayerCache}
 DEFAULT_BUDGET_BYTES = 4 * 2**30
+_MIN_SAMPLED = 64  # rows whose mean is good enough for what follows
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class SharedKVCacheManager:
         self.id = secrets.token_hex(8)
         self.plans = self.quant.resolve(spec)
         self.packed_token_bytes = self.quant.packed_token_bytes(spec)
+        self._value_basis = Basis(is_rotated=True) if self.quant.is_rotated else None
         self._lock = threading.RLock()
         self._table = SegmentTable()
         self._holdings: dict[int, Holding] = {}
@@ -100,7 +103,7 @@ class SharedKVCacheManager:
         if num_tokens <= 0:
             raise InvalidValueError(f"[allocate_shared_slot] num_tokens: expected > 0, got {num_tokens}")
         self._check_context(replacing, num_tokens)
-        nbytes = self.quant.packed_bytes(self.spec, num_tokens)
+        nbytes = self.quant.packed_bytes(self.spec, num_tokens, start=replacing.num_tokens if replacing else 0)
         with self._locked():
             counted = max(0, nbytes - (replacing.private_bytes if replacing else 0))
             self._take(counted, f"a segment of {num_tokens} tokens")
@@ -168,12 +171,14 @@ class SharedKVCacheManager:
                 self._check_held(prefix.holding)
             self._check_context(prefix, len(token_ids))
             self.check_storable(token_ids, layers)
-            packed = tuple(self._pack(layers, consume))
+            start = prefix.num_tokens if prefix else 0
+            packed = tuple(self._pack(slot, start, layers, prefix.views if prefix else (), consume))
             segment = SharedSegment(
-                slot.slot, prefix.num_tokens if prefix else 0, tuple(token_ids), packed, self.quant,
+                slot.slot, start, tuple(token_ids), packed, self.quant,
                 self.spec.fingerprint.digest, layers_checksum(packed),
             )  # fmt: skip
-            assert segment.nbytes == slot.nbytes, (segment.nbytes, slot.nbytes)
+            expected = self.quant.packed_bytes(self.spec, len(token_ids), start=start)
+            assert segment.nbytes == expected, (segment.nbytes, expected)
             return self._store(record, segment, prefix)
         except BaseException:
             self.free_slot(slot)
@@ -183,6 +188,8 @@ class SharedKVCacheManager:
         with self._locked():
             prefix = prefix or self._retain(())
             self._check_held(prefix.holding)  # again: another thread may have closed it meanwhile
+            # Allocated without the holder it is stored behind, a slot may have room for a beginning that is not here.
+            record.slot = dataclasses.replace(record.slot, nbytes=segment.nbytes)
             more = record.slot.nbytes - record.counted_bytes - prefix.private_bytes
             self._take(more, f"a segment of {segment.num_tokens} tokens")
             prefix.holding.private_rows = 0  # the tail's bytes are the segment's now
@@ -197,22 +204,59 @@ class SharedKVCacheManager:
                 f"[SharedKVCacheManager] needed {stop} positions, available {self.spec.max_context_tokens}"
             )
 
-    def _pack(self, layers: list[Any], consume: bool) -> Iterator[LayerKV | LayerState]:
-        for index, plan in enumerate(self.plans):
+    def _pack(
+        self, slot: SharedSlot, start: int, layers: list[Any], views: tuple[SegmentView, ...], consume: bool
+    ) -> Iterator[LayerKV | LayerState]:
+        for index, (spec, plan) in enumerate(zip(self.spec.layers, self.plans, strict=True)):
             packed: LayerKV | LayerState
-            if plan is None:
+            if plan is None or isinstance(spec, StateSpec):
                 packed = snapshot(layers[index])
                 mx.eval(*packed.arrays)
             else:
                 keys, values = layers[index]
-                packed = LayerKV(quantize(keys, plan.keys), quantize(values, plan.values))
-                for tensor in (packed.keys, packed.values):  # in turn, which halves the temporaries
-                    mx.eval(*tensor.arrays)
+                sinks = self.quant.sinks_of(spec, start, slot.num_tokens)
+                blocks = [self._keep(keys[:, :, :sinks], values[:, :, :sinks])] if sinks else []
+                if sinks < keys.shape[2]:
+                    behind = views[-1].segment.layers[index] if views else None
+                    rows = (keys[:, :, sinks:], values[:, :, sinks:]) if sinks else (keys, values)
+                    blocks.append(self._quantize(slot.slot, plan, *rows, behind))
+                packed = LayerKV(tuple(blocks))
                 del keys, values
             if consume:
                 layers[index] = None
                 mx.clear_cache()  # hand the freed rows back at once: the peak stays one layer above the cache
             yield packed
+
+    def _keep(self, keys: mx.array, values: mx.array) -> KVBlock:
+        """A block in full precision, of arrays of its own: views would hold the whole tail."""
+        block = KVBlock(*(quantize(rows + 0, full_precision(rows.shape[-1])) for rows in (keys, values)))
+        mx.eval(*block.arrays)
+        return block
+
+    def _quantize(
+        self, slot: int, plan: LayerPlan, keys: mx.array, values: mx.array, behind: LayerKV | LayerState | None
+    ) -> KVBlock:
+        is_fitted, tensors = self.quant.is_fitted, []
+        # In turn, which halves the temporaries.
+        for rows, tensor_plan, basis in (
+            (keys, plan.keys, self._basis(slot, keys, behind)),
+            (values, plan.values, self._value_basis),
+        ):
+            tensors.append(quantize(rows, tensor_plan, basis, is_fitted=is_fitted))
+            mx.eval(*tensors[-1].arrays)
+        return KVBlock(*tensors)
+
+    def _basis(self, slot: int, keys: mx.array, behind: LayerKV | LayerState | None) -> Basis | None:
+        """The basis of a block of keys. It takes over the centre of the segment that it stands behind, so that the two
+        can become one, unless that is a mean of too few."""
+        if not self.quant.is_centred:
+            return self._value_basis
+        before = behind.keys.basis if isinstance(behind, LayerKV) else None
+        is_enough = before is not None and before.num_sampled >= min(_MIN_SAMPLED, keys.shape[2])
+        if before is not None and before.centre is not None and is_enough:
+            return dataclasses.replace(before, centre=before.centre + 0)  # an array of its own, as budgeted
+        centre = mx.mean(keys.astype(mx.float32), axis=2, keepdims=True).astype(keys.dtype)
+        return Basis(self.quant.is_rotated, centre, origin=slot, num_sampled=keys.shape[2])
 
     def get_shared_kv_cache(self, spans: Iterable[tuple[int, int]]) -> SharedPrefix:
         """Retain the chain named by `spans` [(slot, length), …]. Raises `HandoffError` if a slot is gone or misfits."""
@@ -392,6 +436,7 @@ class SharedKVCacheManager:
             and second.segment.start == first.segment.stop
             and left.holders == right.holders
             and left.children == {second.segment.slot}
+            and can_join(first.segment, second.segment)
             and left.slot.nbytes + right.slot.nbytes <= self._free_bytes  # both exist while words move
             and not any(self._holdings[h].is_busy for h in left.holders if h != caller.holding.holder)
         )
@@ -399,6 +444,7 @@ class SharedKVCacheManager:
     def _join(self, first: SharedSegment, second: SharedSegment) -> None:
         holders = self._table.record(first.slot).holders
         joined = self._table.join(first, second)
+        self._free_bytes += first.nbytes + second.nbytes - joined.nbytes  # one centre instead of two
         self._table.record(joined.slot).holders = set(holders)
         for holder in holders:
             holding = self._holdings[holder]

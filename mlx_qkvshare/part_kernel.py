@@ -109,13 +109,17 @@ def attend_part(
         keys, values: of the part, `packed` [B, Hk, T, ..]; strided views are read as they are
         spans: [B, M, 2] int32: the first token that a row sees, and the first behind it that it does not
     """
+    basis, values_basis, shift = keys.basis, values.basis, None
+    if basis is not None:
+        assert soft_cap == 0 or basis.centre is None, "capped scores cannot be shifted afterwards"
+        rows, shift = basis.queries(rows), basis.shift(rows)
     batch, num_heads, num_rows, _ = rows.shape
     k, v = _packing(keys.plan, 32), _packing(values.plan, 4)
     tile = TilePlan.choose(keys.plan, values.plan, num_rows)
     num_splits = max(1, min(-(-num_tokens // _SPLIT_TOKENS), _MAX_SPLITS))
     threads, groups, total = 32 * tile.simdgroups, -(-num_rows // tile.rows), batch * num_heads * num_rows
     width = values.plan.head_dim
-    outputs = build_kernel("attend_part", _INPUTS, ("maxima", "sums", "outputs"))(
+    maxima, sums, outputs = build_kernel("attend_part", _INPUTS, ("maxima", "sums", "outputs"))(
         inputs=[
             mx.contiguous(rows),
             *_operands(keys),
@@ -144,7 +148,9 @@ def attend_part(
         output_shapes=[(num_splits, total), (num_splits, total), (num_splits, total, width)],
         output_dtypes=[mx.float32] * 3,
     )
-    return Partial(*outputs)
+    if shift is not None:
+        maxima = maxima + shift.reshape(1, total)
+    return Partial(maxima, sums, outputs if values_basis is None else values_basis.outputs(outputs))
 
 
 _INPUTS = (
@@ -173,7 +179,7 @@ def attend_part_ops(
 ) -> Partial:
     """The ops twin of `attend_part`, in one split."""
     rows = rows.astype(mx.float32)
-    scores = part_scores(rows, keys, num_tokens, unpack=True)
+    scores = part_scores(rows, keys, num_tokens, is_unpacked=True)
     if soft_cap > 0:
         scores = soft_cap * mx.tanh(scores / soft_cap)
     token, bounds = mx.arange(num_tokens), spans[:, None]
@@ -181,6 +187,6 @@ def attend_part_ops(
     scores = mx.where(is_seen, scores, LOWEST)
     maxima = mx.max(scores, axis=-1, keepdims=True)
     weights = mx.where(is_seen, exponential(scores - maxima), 0)
-    outputs = part_output(weights, values, num_tokens, unpack=True)
+    outputs = part_output(weights, values, num_tokens, is_unpacked=True)
     total = math.prod(rows.shape[:3])
     return Partial(maxima.reshape(1, total), mx.sum(weights, axis=-1).reshape(1, total), outputs.reshape(1, total, -1))

@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .quantize import QuantizedTensor, dequantize, pad_last
+from .quantize import QuantizedTensor, pad_last, unpack
 
 LOWEST = -3.0e38  # finite: infinity minus infinity would be NaN
 _IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
@@ -39,23 +39,27 @@ def _operands(tensor: QuantizedTensor, num_tokens: int, compute: mx.Dtype) -> tu
     return packed, scales.astype(compute), biases.astype(compute)
 
 
-def part_scores(rows: mx.array, keys: QuantizedTensor, num_tokens: int, *, unpack: bool = False) -> mx.array:
-    """`rows` [1, Hk, M, D] against one part's keys: [1, Hk, M, num_tokens]; `unpack` dequantizes them first."""
-    plan = keys.plan
-    if unpack or not plan.is_quantized or keys.is_cheap_to_unpack:
-        return rows @ dequantize(keys, num_tokens).astype(rows.dtype).swapaxes(-1, -2)
-    rows = pad_last(rows, plan.padded_dim, mode="constant")
-    operands = _operands(keys, num_tokens, rows.dtype)
-    scores = mx.quantized_matmul(rows, *operands, True, plan.group_size, plan.bits)
-    return scores[..., :num_tokens]
+def part_scores(rows: mx.array, keys: QuantizedTensor, num_tokens: int, *, is_unpacked: bool = False) -> mx.array:
+    """`rows` [1, Hk, M, D] against one part's keys: [1, Hk, M, num_tokens]; `is_unpacked` unpacks them first."""
+    plan, shift = keys.plan, None
+    if keys.basis is not None:
+        rows, shift = keys.basis.queries(rows), keys.basis.shift(rows)
+    if is_unpacked or not plan.is_quantized or keys.is_cheap_to_unpack:
+        scores = rows @ unpack(keys, num_tokens).astype(rows.dtype).swapaxes(-1, -2)
+    else:
+        rows = pad_last(rows, plan.padded_dim, mode="constant")
+        operands = _operands(keys, num_tokens, rows.dtype)
+        scores = mx.quantized_matmul(rows, *operands, True, plan.group_size, plan.bits)[..., :num_tokens]
+    return scores if shift is None else scores + shift.astype(scores.dtype)
 
 
-def part_output(weights: mx.array, values: QuantizedTensor, num_tokens: int, *, unpack: bool = False) -> mx.array:
-    """`weights` [1, Hk, M, num_tokens] times one part's values: [1, Hk, M, Dv]; `unpack` dequantizes them first."""
+def part_output(weights: mx.array, values: QuantizedTensor, num_tokens: int, *, is_unpacked: bool = False) -> mx.array:
+    """`weights` [1, Hk, M, num_tokens] times one part's values: [1, Hk, M, Dv]; `is_unpacked` unpacks them first."""
     plan = values.plan
-    if unpack or not plan.is_quantized or values.is_cheap_to_unpack:
-        return weights @ dequantize(values, num_tokens).astype(weights.dtype)
-    operands = _operands(values, num_tokens, weights.dtype)
-    weights = pad_last(weights, operands[0].shape[2], mode="constant")
-    output = mx.quantized_matmul(weights, *operands, False, plan.group_size, plan.bits)
-    return output[..., : plan.head_dim]
+    if is_unpacked or not plan.is_quantized or values.is_cheap_to_unpack:
+        output = weights @ unpack(values, num_tokens).astype(weights.dtype)
+    else:
+        operands = _operands(values, num_tokens, weights.dtype)
+        weights = pad_last(weights, operands[0].shape[2], mode="constant")
+        output = mx.quantized_matmul(weights, *operands, False, plan.group_size, plan.bits)[..., : plan.head_dim]
+    return output if values.basis is None else values.basis.outputs(output)

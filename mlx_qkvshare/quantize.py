@@ -1,6 +1,6 @@
-"""Packing K and V rows into `mx.quantize`'s affine layout, and back.
+"""Packing K and V rows into `mx.quantize`'s affine layout, and back; and the changes of basis that rows are packed in.
 
-Letters: Hk KV heads, T tokens, D head dim, P padded dim, G group size.
+Letters: Hk KV heads, T tokens, D head dim, P padded dim, G group size, M rows of queries.
 """
 
 from __future__ import annotations
@@ -17,6 +17,67 @@ from .spec import TensorPlan
 
 
 @dataclass(frozen=True, eq=False)
+class Basis:
+    """Rows are packed as rotate((row - centre) * scale), where fewer values stand out, and attended there.
+
+    A rotation of keys and queries leaves scores as they are, one of values is undone on the output (QuaRot, arXiv
+    2404.00456); a centre that is taken from all keys shifts a query's scores by query . centre, which is added back;
+    channels of keys may be scaled as long as those of queries are divided (SmoothQuant, arXiv 2211.10438). All of it is
+    exact but for the rounding of codes.
+
+    Shapes:
+        centre: [1, Hk, 1, D], of keys only: the mean of `num_sampled` rows of the segment in slot `origin`
+        scale: [1, Hk, 1, D], of keys only
+    """
+
+    is_rotated: bool = False
+    centre: mx.array | None = None
+    scale: mx.array | None = None
+    origin: int = 0
+    num_sampled: int = 0
+
+    def enter(self, rows: mx.array) -> mx.array:
+        """Rows [1, Hk, T, D] as they are packed, in float32."""
+        rows = rows.astype(mx.float32)
+        rows = rows if self.centre is None else rows - self.centre
+        rows = rows if self.scale is None else rows * self.scale
+        return rotate(rows) if self.is_rotated else rows
+
+    def leave(self, rows: mx.array) -> mx.array:
+        rows = rotate(rows) if self.is_rotated else rows
+        rows = rows if self.scale is None else rows / self.scale.astype(rows.dtype)
+        return rows if self.centre is None else rows + self.centre.astype(rows.dtype)
+
+    def queries(self, rows: mx.array) -> mx.array:
+        """Queries [.., Hk, M, D] for keys as they are packed."""
+        rows = rows if self.scale is None else rows / self.scale.astype(rows.dtype)
+        return rotate(rows) if self.is_rotated else rows
+
+    def shift(self, rows: mx.array) -> mx.array | None:
+        """What queries [.., Hk, M, D] miss of each of their scores: [.., Hk, M, 1]."""
+        if self.centre is None:
+            return None
+        return mx.sum(rows.astype(mx.float32) * self.centre, axis=-1, keepdims=True)
+
+    def outputs(self, rows: mx.array) -> mx.array:
+        """Weighted sums of values as they are packed, in the model's own basis."""
+        return rotate(rows) if self.is_rotated else rows
+
+    def is_like(self, other: Basis | None) -> bool:
+        """May rows of both stand side by side?"""
+        return other is not None and (self.origin, self.is_rotated) == (other.origin, other.is_rotated)
+
+
+def rotate(x: mx.array) -> mx.array:
+    """A Walsh-Hadamard transform of the last axis, its own inverse; in blocks where the width is no power of two."""
+    width = x.shape[-1]
+    block = width & -width
+    if block == width:
+        return mx.hadamard_transform(x)
+    return mx.hadamard_transform(x.reshape(*x.shape[:-1], -1, block)).reshape(x.shape)
+
+
+@dataclass(frozen=True, eq=False)
 class QuantizedTensor:
     """One layer's packed keys or values. Never written to after it is built.
 
@@ -30,6 +91,7 @@ class QuantizedTensor:
     packed: mx.array
     scales: mx.array | None = None
     biases: mx.array | None = None
+    basis: Basis | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -37,7 +99,8 @@ class QuantizedTensor:
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
-        return tuple(a for a in (self.packed, self.scales, self.biases) if a is not None)
+        centre = None if self.basis is None else self.basis.centre
+        return tuple(a for a in (self.packed, self.scales, self.biases, centre) if a is not None)
 
     @property
     def is_cheap_to_unpack(self) -> bool:
@@ -62,18 +125,82 @@ def pad_last(x: mx.array, width: int, *, mode: Literal["constant", "edge"]) -> m
     return x if missing == 0 else mx.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)], mode=mode)
 
 
-def quantize(x: mx.array, plan: TensorPlan) -> QuantizedTensor:
-    """Pack `x` [1, Hk, T, D] by `plan`. Lazy: evaluate before it is shared."""
+def quantize(x: mx.array, plan: TensorPlan, basis: Basis | None = None, *, is_fitted: bool = False) -> QuantizedTensor:
+    """Pack `x` [1, Hk, T, D] by `plan`, in `basis`. Lazy: evaluate before it is shared.
+
+    `is_fitted` fits each group's range for the least squared error instead of taking its ends.
+    """
     if not plan.is_quantized:
         return QuantizedTensor(plan, x.dtype, mx.contiguous(x))
+    rows = x if basis is None else basis.enter(x).astype(x.dtype)
     # Padding by the edge channel keeps the last group's range tight; its products meet zeros in the query.
-    padded = pad_last(x, plan.padded_dim, mode="edge")
-    packed, scales, biases = mx.quantize(padded, group_size=plan.group_size, bits=plan.bits)
-    return QuantizedTensor(plan, x.dtype, packed, scales, biases)
+    padded = pad_last(rows, plan.padded_dim, mode="edge")
+    if is_fitted:
+        packed, scales, biases = quantize_fitted(padded, plan.group_size, plan.bits)
+    else:
+        packed, scales, biases = mx.quantize(padded, group_size=plan.group_size, bits=plan.bits)
+    return QuantizedTensor(plan, x.dtype, packed, scales, biases, basis)
+
+
+_SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8)  # of a group's range: few codes are better spent on its middle
+
+
+def quantize_fitted(x: mx.array, group_size: int, bits: int) -> tuple[mx.array, mx.array, mx.array]:
+    """`mx.quantize` with ranges that are clipped where that lowers the squared error, then refitted to the codes."""
+    groups = x.astype(mx.float32).reshape(*x.shape[:-1], -1, group_size)
+    most = 2**bits - 1
+    low, high = mx.min(groups, axis=-1, keepdims=True), mx.max(groups, axis=-1, keepdims=True)
+    middle = (low + high) / 2
+
+    def codes(scale: mx.array, bias: mx.array) -> mx.array:
+        return mx.clip(mx.round((groups - bias) / scale), 0, most)
+
+    def clipped(share: float) -> tuple[mx.array, mx.array, mx.array]:
+        scale = mx.maximum((high - low) / most, 1e-7) * share
+        bias = middle - (middle - low) * share
+        error = mx.sum(mx.square(codes(scale, bias) * scale + bias - groups), axis=-1, keepdims=True)
+        return error, scale, bias
+
+    best = clipped(_SHRINK[0])
+    for share in _SHRINK[1:]:
+        tried = clipped(share)
+        is_better = tried[0] < best[0]
+        best = tuple(mx.where(is_better, new, old) for new, old in zip(tried, best, strict=True))  # type: ignore[assignment]
+    _, scale, bias = best
+    for _ in range(2):  # least squares: the line through (code, value)
+        code = codes(scale, bias)
+        mean, centred = mx.mean(code, axis=-1, keepdims=True), code - mx.mean(code, axis=-1, keepdims=True)
+        spread = mx.sum(centred * centred, axis=-1, keepdims=True)
+        slope = mx.sum(centred * groups, axis=-1, keepdims=True) / mx.maximum(spread, 1e-9)
+        scale = mx.where((spread > 0) & (slope > 0), slope, scale)
+        bias = mx.mean(groups, axis=-1, keepdims=True) - scale * mean
+    # Rounded as they are stored first, so that the codes are the nearest of what will be read.
+    stored = [a.astype(x.dtype) for a in (scale, bias)]
+    packed = pack_codes(codes(*(a.astype(mx.float32) for a in stored)).reshape(x.shape), bits)
+    return packed, stored[0].squeeze(-1), stored[1].squeeze(-1)
+
+
+def pack_codes(codes: mx.array, bits: int) -> mx.array:
+    """Codes [.., P] as `mx.quantize` packs them: one stream of bits, lowest first, in words of 32."""
+    codes = codes.astype(mx.uint32).reshape(*codes.shape[:-1], -1, 32)  # 32 codes fill `bits` words
+    words = [mx.zeros(codes.shape[:-1], mx.uint32) for _ in range(bits)]
+    for index in range(32):
+        word, offset = divmod(index * bits, 32)
+        code = codes[..., index]
+        words[word] = words[word] | (code << offset)
+        if offset + bits > 32:
+            words[word + 1] = words[word + 1] | (code >> (32 - offset))
+    return mx.stack(words, axis=-1).flatten(-2)
 
 
 def dequantize(tensor: QuantizedTensor, num_tokens: int | None = None) -> mx.array:
     """The first `num_tokens` rows (default all) in full precision: [1, Hk, num_tokens, D]."""
+    rows = unpack(tensor, num_tokens)
+    return rows if tensor.basis is None else tensor.basis.leave(rows)
+
+
+def unpack(tensor: QuantizedTensor, num_tokens: int | None = None) -> mx.array:
+    """The first `num_tokens` rows (default all) in the basis that they are packed in: [1, Hk, num_tokens, D]."""
     plan, stop = tensor.plan, tensor.num_tokens if num_tokens is None else num_tokens
     packed, scales, biases = tensor.first(stop)
     if not plan.is_quantized:
@@ -90,8 +217,9 @@ def dequantize(tensor: QuantizedTensor, num_tokens: int | None = None) -> mx.arr
 def join(tensors: Sequence[QuantizedTensor]) -> QuantizedTensor:
     """Concatenate along T by moving packed words: nothing is requantized."""
     first = tensors[0]
-    columns = zip(*(t.arrays for t in tensors), strict=True)
-    return QuantizedTensor(first.plan, first.dtype, *(mx.concatenate(list(c), axis=2) for c in columns))
+    columns = zip(*((t.packed, t.scales, t.biases) for t in tensors), strict=True)
+    joined: list[Any] = [None if c[0] is None else mx.concatenate(list(c), axis=2) for c in columns]
+    return QuantizedTensor(first.plan, first.dtype, joined[0], joined[1], joined[2], first.basis)
 
 
 def checksum(arrays: Iterable[mx.array]) -> str:

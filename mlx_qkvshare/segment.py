@@ -12,8 +12,8 @@ from .spec import CacheSpec, QuantSpec
 
 
 @dataclass(frozen=True, eq=False)
-class LayerKV:
-    """One layer's packed keys and values of a segment: of all its tokens, or of the last ones where a window slides."""
+class KVBlock:
+    """Keys and values of neighbouring tokens, packed alike."""
 
     keys: QuantizedTensor
     values: QuantizedTensor
@@ -29,6 +29,53 @@ class LayerKV:
     @property
     def nbytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes
+
+    def is_like(self, other: KVBlock) -> bool:
+        """May the rows of both become one block?"""
+        pairs = ((self.keys, other.keys), (self.values, other.values))
+        return all(
+            a.plan == b.plan and (a.basis is b.basis or (a.basis is not None and a.basis.is_like(b.basis)))
+            for a, b in pairs
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class LayerKV:
+    """One layer's packed keys and values of a segment: of all its tokens, or of the last ones where a window slides.
+
+    The blocks follow one another; the first tokens of a context may be one of their own, in full precision.
+    """
+
+    blocks: tuple[KVBlock, ...]
+
+    @property
+    def num_rows(self) -> int:
+        return sum(block.num_rows for block in self.blocks)
+
+    @property
+    def arrays(self) -> tuple[mx.array, ...]:
+        return tuple(array for block in self.blocks for array in block.arrays)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(block.nbytes for block in self.blocks)
+
+    def first(self, num_rows: int) -> Iterator[tuple[KVBlock, int]]:
+        """The blocks of the first `num_rows` rows, and how many of each are among them."""
+        for block in self.blocks:
+            if num_rows <= 0:
+                return
+            yield block, min(num_rows, block.num_rows)
+            num_rows -= block.num_rows
+
+    @property
+    def keys(self) -> QuantizedTensor:
+        """Those of the last block, the packed ones."""
+        return self.blocks[-1].keys
+
+    @property
+    def values(self) -> QuantizedTensor:
+        return self.blocks[-1].values
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm import server
-from mlx_lm.models.cache import LRUPromptCache
+from mlx_lm import server as _server
 
 from .attention import quantized_attention
 from .errors import BudgetExceededError, NonFiniteError, UnsupportedModelError
@@ -24,6 +23,7 @@ from .prefix import SharedPrefix
 from .spec import QuantSpec
 from .state_cache import leaves
 
+server: Any = _server  # its classes are exchanged for a while, which its types do not foresee
 log = logging.getLogger(__name__)
 
 
@@ -79,7 +79,7 @@ class SharedPromptCache:
         return {"shared": {"n_sequences": len(self), "n_bytes": self.nbytes}}
 
 
-class SharedModelProvider(server.ModelProvider):
+class SharedModelProvider(_server.ModelProvider):
     """Gives every model that it loads a manager, and caches on it. What cannot be shared is served as by mlx-lm."""
 
     quant: QuantSpec | None = None
@@ -89,7 +89,8 @@ class SharedModelProvider(server.ModelProvider):
     def _load(self, *key: Any) -> None:
         self.manager = None
         super()._load(*key)
-        if self.draft_model is not None:
+        draft_model: Any = self.draft_model
+        if draft_model is not None:
             log.warning("a draft model is in use: caches are mlx-lm's own")
             return
         model: Any = self.model
@@ -103,11 +104,12 @@ class SharedModelProvider(server.ModelProvider):
         self.is_batchable = False
 
 
-class SharedResponseGenerator(server.ResponseGenerator):
+class SharedResponseGenerator(_server.ResponseGenerator):
     """Its thread attends to packed bytes, and keeps prompts in the manager of the model that is loaded."""
 
-    def __init__(self, model_provider: SharedModelProvider, prompt_cache: LRUPromptCache):
-        self._stock, self._of_manager = prompt_cache, (None, prompt_cache)
+    def __init__(self, model_provider: SharedModelProvider, prompt_cache: Any):
+        self._stock, self._provider = prompt_cache, model_provider
+        self._of_manager: tuple[Any, Any] = (None, prompt_cache)
         super().__init__(model_provider, prompt_cache)
 
     def _run_generate(self) -> None:
@@ -119,7 +121,7 @@ class SharedResponseGenerator(server.ResponseGenerator):
 
     @property
     def prompt_cache(self) -> Any:
-        manager = self.model_provider.manager
+        manager = self._provider.manager
         if self._of_manager[0] is not manager:
             self._of_manager = (manager, self._stock if manager is None else SharedPromptCache(manager))
         return self._of_manager[1]

@@ -53,6 +53,11 @@ class TensorPlan:
         return self.padded_dim * self.bits // 8 + 2 * (self.padded_dim // self.group_size) * item_bytes
 
 
+def full_precision(head_dim: int) -> TensorPlan:
+    """The plan of rows that are kept as they are."""
+    return TensorPlan(head_dim, FULL_PRECISION_BITS, head_dim, head_dim)
+
+
 @dataclass(frozen=True)
 class LayerPlan:
     """The packing of one layer's keys and of its values."""
@@ -205,6 +210,14 @@ class QuantSpec:
     `bits` are 2, 3, 4, 5, 6, 8, or 16 for "not quantized". Keys and values are independent, since
     most models bear coarse values better than coarse keys (KIVI, arXiv 2402.02750; mlx-lm #1550).
 
+    What makes low bits safe, all of it exact but for rounding and attended as it is packed (`quantize.Basis`):
+
+    `sink_tokens`: so many of a context's first tokens stay in full precision. Much attention rests on them, and their
+        keys stand out (StreamingLLM, arXiv 2309.17453).
+    `is_rotated`: keys and values are packed after a Walsh-Hadamard transform, which spreads what stands out.
+    `is_centred`: keys are packed less their mean over the segment, channel by channel.
+    `is_fitted`: a group's range is fitted for the least squared error; pays at 4 bits and below.
+
     Where `group_size` does not divide a head dim, `resolve_tensor` picks among the group sizes up
     to the asked one the cheapest packing in bytes per row, padding the row to whole groups: 96 takes
     groups of 32, 80 and 72 are padded to 96 in groups of 32, 112 to 128 in groups of 64.
@@ -213,8 +226,16 @@ class QuantSpec:
     k_bits: int = 8
     v_bits: int = 8
     group_size: int = 64
+    sink_tokens: int = 0
+    is_rotated: bool = False
+    is_centred: bool = False
+    is_fitted: bool = False
 
     def __post_init__(self) -> None:
+        _require(
+            isinstance(self.sink_tokens, int) and self.sink_tokens >= 0,
+            f"[QuantSpec] sink_tokens: expected an int >= 0, got {self.sink_tokens!r}",
+        )
         for name in ("k_bits", "v_bits"):
             bits = getattr(self, name)
             is_known = _is_count(bits) and bits in SUPPORTED_BITS
@@ -224,8 +245,20 @@ class QuantSpec:
             f"[QuantSpec] group_size: expected one of {SUPPORTED_GROUP_SIZES}, got {self.group_size!r}",
         )
 
+    @classmethod
+    def preset(cls, name: str) -> QuantSpec:
+        """One of `PRESETS` by its name."""
+        if name not in PRESETS:
+            raise InvalidValueError(f"[QuantSpec] preset: expected one of {sorted(PRESETS)}, got {name!r}")
+        return PRESETS[name]
+
     def __str__(self) -> str:
-        return f"K{self.k_bits}V{self.v_bits} g{self.group_size}"
+        name = next((name for name, spec in PRESETS.items() if spec == self), None)
+        bits = f"K{self.k_bits}V{self.v_bits} g{self.group_size}"
+        if name is not None:
+            return f"{name} ({bits})"
+        flags = [flag for flag in ("rotated", "centred", "fitted") if getattr(self, f"is_{flag}")]
+        return " ".join([bits, *flags, *([f"sinks{self.sink_tokens}"] if self.sink_tokens else [])])
 
     def resolve_tensor(self, head_dim: int, bits: int, item_bytes: int) -> TensorPlan:
         if bits == FULL_PRECISION_BITS or head_dim == 0:
@@ -250,17 +283,36 @@ class QuantSpec:
             for layer in spec.layers
         )
 
-    def packed_bytes(self, spec: CacheSpec, num_tokens: int) -> int:
-        """Exact bytes of a segment of `num_tokens` tokens over all layers."""
+    def sinks_of(self, layer: LayerSpec, start: int, num_tokens: int) -> int:
+        """Rows in full precision at the front of a segment of `num_tokens` tokens from token `start` on."""
+        is_packed = self.k_bits != FULL_PRECISION_BITS or self.v_bits != FULL_PRECISION_BITS
+        is_kept = layer.sealed_rows(num_tokens) == num_tokens  # a window has moved beyond them
+        return min(max(0, self.sink_tokens - start), num_tokens) if is_packed and is_kept else 0
+
+    def packed_bytes(self, spec: CacheSpec, num_tokens: int, *, start: int = 0) -> int:
+        """Exact bytes of a segment of `num_tokens` tokens from token `start` on, over all layers."""
         total = 0
         for layer, plan in zip(spec.layers, self.resolve(spec), strict=True):
             if isinstance(layer, StateSpec) or plan is None:
                 total += layer.nbytes  # type: ignore[union-attr]
                 continue
+            sinks = self.sinks_of(layer, start, num_tokens)
+            rows = layer.sealed_rows(num_tokens) - sinks
             row = plan.keys.row_bytes(spec.item_bytes) + plan.values.row_bytes(spec.item_bytes)
-            total += layer.sealed_rows(num_tokens) * layer.n_kv_heads * row
+            total += sinks * layer.row_bytes(spec.item_bytes) + rows * layer.n_kv_heads * row
+            if self.is_centred and plan.keys.is_quantized and rows:
+                total += layer.n_kv_heads * layer.k_head_dim * spec.item_bytes
         return total
 
     def packed_token_bytes(self, spec: CacheSpec) -> int:
-        """Exact bytes of one packed token over all layers that keep rows."""
-        return self.packed_bytes(spec, 1) - sum(it.nbytes for it in spec.layers if isinstance(it, StateSpec))
+        """Exact bytes of one packed token more, over all layers that keep rows."""
+        start = self.sink_tokens
+        return self.packed_bytes(spec, 2, start=start) - self.packed_bytes(spec, 1, start=start)
+
+
+PRESETS = {
+    "safe": QuantSpec(8, 8, 64, sink_tokens=4, is_rotated=True, is_centred=True),
+    "balanced": QuantSpec(6, 6, 64, sink_tokens=4, is_rotated=True, is_centred=True),
+    "tight": QuantSpec(4, 4, 64, sink_tokens=4, is_rotated=True, is_centred=True, is_fitted=True),
+}
+"""What `QuantSpec.preset` and the CLI know by name; what each costs in quality: benchmarks/README.md."""

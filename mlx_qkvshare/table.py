@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from .errors import HandoffError, InvalidValueError
 from .quantize import join
-from .segment import LayerKV, LayerState, SegmentView, SharedSegment, layers_checksum, readable, truncate_views
+from .segment import KVBlock, LayerKV, LayerState, SegmentView, SharedSegment, layers_checksum, readable, truncate_views
 from .spec import CacheSpec
 
 
@@ -152,7 +152,7 @@ class SegmentTable:
         layers = tuple(_join_rows(*pair) for pair in zip(first.layers, second.layers, strict=True))
         mx.eval([kv.arrays for kv in layers])
         left, right = self.records[first.slot], self.records[second.slot]
-        nbytes, checksum = left.slot.nbytes + right.slot.nbytes, layers_checksum(layers)
+        nbytes, checksum = sum(layer.nbytes for layer in layers), layers_checksum(layers)
         # From here on no step takes time, so that an interrupt finds the table before or after.
         slot = self.allocate(first.num_tokens + second.num_tokens, nbytes, nbytes).slot
         joined = dataclasses.replace(
@@ -175,8 +175,19 @@ class SegmentTable:
 
 
 def _join_rows(first: LayerKV | LayerState, second: LayerKV | LayerState) -> LayerKV:
+    """The blocks of both; the two that meet become one."""
     assert isinstance(first, LayerKV) and isinstance(second, LayerKV)
-    return LayerKV(join([first.keys, second.keys]), join([first.values, second.values]))
+    left, right = first.blocks[-1], second.blocks[0]
+    met = KVBlock(join([left.keys, right.keys]), join([left.values, right.values]))
+    return LayerKV((*first.blocks[:-1], met, *second.blocks[1:]))
+
+
+def can_join(first: SharedSegment, second: SharedSegment) -> bool:
+    """Are the rows where they meet packed alike in every layer?"""
+    pairs = zip(first.layers, second.layers, strict=True)
+    return all(
+        isinstance(a, LayerKV) and isinstance(b, LayerKV) and a.blocks[-1].is_like(b.blocks[0]) for a, b in pairs
+    )
 
 
 def _stop(views: Iterable[SegmentView]) -> int:

@@ -161,8 +161,8 @@ def test_on_the_cpu_half_precision_scores_are_summed_in_float32():
 
 def test_the_packed_route_unpacks_nothing_and_the_other_one_does(monkeypatch):
     called = []
-    for module in ("layer_cache", "parts"):
-        monkeypatch.setattr(f"mlx_qkvshare.{module}.dequantize", lambda *a: called.append(a))
+    for name in ("layer_cache.dequantize", "parts.unpack"):
+        monkeypatch.setattr(f"mlx_qkvshare.{name}", lambda *a: called.append(a))
     cache, *_ = Case(((64, 64),), 0, quant=QuantSpec(4, 4, 32)).build()
     mx.eval(PACKED.attend(normal(1, 4, 1, 64), cache, scale=1.0))
     assert not called

@@ -62,7 +62,10 @@ FLOORS = {
 }
 HELPERS = {("spec", "errors"), ("cli", "cli"), ("benchmarks", "benchmarks")}
 OWNERS = {
-    "mlx_lm": {"model", "attention", "session", "state_cache", "serve", "bench", "bench_decode", "bench_latency", "benchmarks"},
+    "mlx_lm": {
+        *("model", "attention", "session", "state_cache", "serve"),
+        *("bench", "bench_decode", "bench_latency", "benchmarks"),
+    },
     "huggingface_hub": {"download"},
     "typer": {"cli"},
     "rich": {"cli"},

@@ -16,7 +16,14 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mlx_qkvshare import AgentSession, HandoffCoordinator, SharedKVCacheManager, context, quantized_attention
+from mlx_qkvshare import (
+    AgentSession,
+    HandoffCoordinator,
+    QuantSpec,
+    SharedKVCacheManager,
+    context,
+    quantized_attention,
+)
 from mlx_qkvshare import spec as spec_module
 from mlx_qkvshare.errors import BudgetExceededError, ContextLimitError
 
@@ -289,6 +296,10 @@ class QuantizedWalk(Walk):
     budget_tokens = 60
 
 
+class BasisWalk(QuantizedWalk):
+    quant = QuantSpec(8, 8, 32, sink_tokens=4, is_rotated=True, is_centred=True)
+
+
 class WindowWalk(Walk):
     kind = "window"
 
@@ -316,10 +327,11 @@ SETTINGS = settings(
 )
 test_full_precision_walks = Walk.TestCase
 test_quantized_walks = QuantizedWalk.TestCase
+test_basis_walks = BasisWalk.TestCase
 test_sliding_walks = WindowWalk.TestCase
 test_quantized_sliding_walks = QuantizedWindowWalk.TestCase
 test_recurrent_walks = StateWalk.TestCase
 test_quantized_recurrent_walks = QuantizedStateWalk.TestCase
 test_full_precision_walks.settings = test_quantized_walks.settings = SETTINGS
-for _walk in (test_sliding_walks, test_quantized_sliding_walks, test_recurrent_walks, test_quantized_recurrent_walks):
-    _walk.settings = settings(SETTINGS, max_examples=60)
+for _kind in (BasisWalk, WindowWalk, QuantizedWindowWalk, StateWalk, QuantizedStateWalk):
+    _kind.TestCase.settings = settings(SETTINGS, max_examples=60)
