@@ -20,7 +20,7 @@ from .frontend import entry_point, kernel_parameters, rewrite
 from .instructions import Block, instrument
 
 _HERE = Path(__file__).resolve().parent
-_SHIM, _ENGINE = _HERE / "shim", _HERE / "engine"
+_SHIM, ENGINE = _HERE / "shim", _HERE / "engine"
 MLX_HEADERS = Path(mx.__file__).parent / "include"
 PREAMBLE = ("mlx/backend/metal/kernels/utils.h",)  # what MLX puts in front of every custom kernel
 _CLANG, _SYMBOLIZER = "clang++-19", "llvm-symbolizer-19"
@@ -28,6 +28,8 @@ _CLANG, _SYMBOLIZER = "clang++-19", "llvm-symbolizer-19"
 _EXTENSIONS = "+cl_khr_fp16,+__opencl_c_program_scope_global_variables,+__cl_clang_function_pointers"
 _GENERIC_POINTERS = "+__opencl_c_generic_address_space"
 _LANGUAGE = ["-x", "clcpp", "-cl-std=clc++2021", "-cl-no-stdinc", "--target=x86_64-linux-gnu", "-march=x86-64-v3"]
+# Every operation on bfloat rounds, as in Metal; C would round once per expression.
+_LANGUAGE += ["-Xclang", "-fbfloat16-excess-precision=none"]
 # Uninitialised private variables hold NaN. The Thread Sanitizer pass skips accesses wider than 16 bytes, hence no
 # vectorization; the second access of a read-modify-write must not be skipped either.
 _COMMON = ["-fPIC", "-fdenormal-fp-math=ieee", "-Wno-everything"]
@@ -196,6 +198,24 @@ def build(source: KernelSource, mode: Mode, cache: Path | None = None, *, fast_u
     return Library(source, kind, path)
 
 
+def build_ir(source: KernelSource, text: str, cache: Path | None = None) -> Library:
+    """A library for mode "fast" from LLVM's text of a kernel with its entry point, see air.py; `source` names it."""
+    cache = cache or default_cache()
+    cache.mkdir(parents=True, exist_ok=True)
+    path = cache / f"{_digest(text, _fingerprint())}.so"
+    if not path.exists():
+        objects = [_built(cache, name, ["-fPIC", "-c", *_OBJECTS["fast"][name]]) for name in _ENGINE_PARTS]
+        objects.append(_built(cache, "air.cpp", ["-fPIC", "-c", "-O2", "-march=x86-64-v3"]))
+        with tempfile.TemporaryDirectory(dir=cache) as folder:
+            code, library = Path(folder) / "kernel.ll", Path(folder) / "kernel.so"
+            code.write_text(text)
+            flags = ["-shared", "-fPIC", "-O2", "-march=x86-64-v3", "-Wno-everything", "-Wl,-z,defs"]
+            files = ["-x", "ir", str(code), "-x", "none", *map(str, objects), "-lm"]
+            run_clang([*flags, *files, "-o", str(library)], source.name)
+            library.replace(path)
+    return Library(source, "fast", path)
+
+
 def runner(cache: Path | None = None) -> Path:
     """The program that runs libraries of mode "asan"."""
     cache = cache or default_cache()
@@ -224,7 +244,7 @@ def _built(cache: Path, name: str, flags: list[str], suffix: str = ".o") -> Path
     path = cache / f"{_digest(name, flags, _fingerprint())}{suffix}"
     if not path.exists():
         scratch = path.with_suffix(f".{os.getpid()}")
-        run_clang(["-std=c++17", *flags, str(_ENGINE / name), "-o", str(scratch)], name)
+        run_clang(["-std=c++17", *flags, str(ENGINE / name), "-o", str(scratch)], name)
         scratch.replace(path)
     return path
 
