@@ -65,12 +65,21 @@ class SharedKVCacheManager:
         spec: the model's cache layout; its fingerprint binds the segments to the model.
         quant: bits and group size of every segment in here.
         budget_bytes: the limit for packed segments, private tails and reservations together.
+        key_factors: of every layer's keys, [1, Hk, 1, D] or None, see `calibrate`: a model's own constants, which make
+            4 bits better. They are not counted.
 
     `id` tells its slots from another manager's. All methods may be called from any thread. Nothing is
     written to a segment after it is stored.
     """
 
-    def __init__(self, spec: CacheSpec, quant: QuantSpec | None = None, *, budget_bytes: int = DEFAULT_BUDGET_BYTES):
+    def __init__(
+        self,
+        spec: CacheSpec,
+        quant: QuantSpec | None = None,
+        *,
+        budget_bytes: int = DEFAULT_BUDGET_BYTES,
+        key_factors: Sequence[mx.array | None] | None = None,
+    ):
         if not isinstance(budget_bytes, int) or budget_bytes <= 0:
             raise InvalidValueError(f"[SharedKVCacheManager] budget_bytes: expected an int > 0, got {budget_bytes!r}")
         self.spec, self.quant, self.budget_bytes = spec, quant or QuantSpec(), budget_bytes
@@ -78,6 +87,8 @@ class SharedKVCacheManager:
         self.plans = self.quant.resolve(spec)
         self.packed_token_bytes = self.quant.packed_token_bytes(spec)
         self._value_basis = Basis(is_rotated=True) if self.quant.is_rotated else None
+        self._key_factors = [None] * len(spec.layers) if key_factors is None else list(key_factors)
+        check_factors(self._key_factors, spec)
         self._lock = threading.RLock()
         self._table = SegmentTable()
         self._holdings: dict[int, Holding] = {}
@@ -219,7 +230,8 @@ class SharedKVCacheManager:
                 if sinks < keys.shape[2]:
                     behind = views[-1].segment.layers[index] if views else None
                     rows = (keys[:, :, sinks:], values[:, :, sinks:]) if sinks else (keys, values)
-                    blocks.append(self._quantize(slot.slot, plan, *rows, behind))
+                    basis = self._basis(slot.slot, rows[0], behind, self._key_factors[index])
+                    blocks.append(self._quantize(plan, *rows, basis))
                 packed = LayerKV(tuple(blocks))
                 del keys, values
             if consume:
@@ -233,30 +245,27 @@ class SharedKVCacheManager:
         mx.eval(*block.arrays)
         return block
 
-    def _quantize(
-        self, slot: int, plan: LayerPlan, keys: mx.array, values: mx.array, behind: LayerKV | LayerState | None
-    ) -> KVBlock:
-        is_fitted, tensors = self.quant.is_fitted, []
+    def _quantize(self, plan: LayerPlan, keys: mx.array, values: mx.array, basis: Basis | None) -> KVBlock:
+        tensors = []
         # In turn, which halves the temporaries.
-        for rows, tensor_plan, basis in (
-            (keys, plan.keys, self._basis(slot, keys, behind)),
-            (values, plan.values, self._value_basis),
-        ):
-            tensors.append(quantize(rows, tensor_plan, basis, is_fitted=is_fitted))
+        for rows, its_plan, its_basis in ((keys, plan.keys, basis), (values, plan.values, self._value_basis)):
+            tensors.append(quantize(rows, its_plan, its_basis, is_fitted=self.quant.is_fitted))
             mx.eval(*tensors[-1].arrays)
         return KVBlock(*tensors)
 
-    def _basis(self, slot: int, keys: mx.array, behind: LayerKV | LayerState | None) -> Basis | None:
+    def _basis(
+        self, slot: int, keys: mx.array, behind: LayerKV | LayerState | None, factors: mx.array | None
+    ) -> Basis | None:
         """The basis of a block of keys. It takes over the centre of the segment that it stands behind, so that the two
         can become one, unless that is a mean of too few."""
         if not self.quant.is_centred:
-            return self._value_basis
+            return self._value_basis if factors is None else Basis(self.quant.is_rotated, scale=factors)
         before = behind.keys.basis if isinstance(behind, LayerKV) else None
         is_enough = before is not None and before.num_sampled >= min(_MIN_SAMPLED, keys.shape[2])
         if before is not None and before.centre is not None and is_enough:
             return dataclasses.replace(before, centre=before.centre + 0)  # an array of its own, as budgeted
         centre = mx.mean(keys.astype(mx.float32), axis=2, keepdims=True).astype(keys.dtype)
-        return Basis(self.quant.is_rotated, centre, origin=slot, num_sampled=keys.shape[2])
+        return Basis(self.quant.is_rotated, centre, factors, origin=slot, num_sampled=keys.shape[2])
 
     def get_shared_kv_cache(self, spans: Iterable[tuple[int, int]]) -> SharedPrefix:
         """Retain the chain named by `spans` [(slot, length), …]. Raises `HandoffError` if a slot is gone or misfits."""
@@ -506,3 +515,17 @@ def _require_finite(what: str, x: mx.array) -> None:
     # One by one: the temporaries of all layers together would outweigh the packed segment.
     if not mx.all(mx.isfinite(x)).item():
         raise NonFiniteError(f"{what}: expected finite values, got NaN or infinity")
+
+
+def check_factors(factors: Sequence[mx.array | None], spec: CacheSpec) -> None:
+    """Raise `InvalidValueError` unless `factors` are positive numbers for the keys of such layers."""
+    if len(factors) != len(spec.layers):
+        raise InvalidValueError(f"[key_factors] expected {len(spec.layers)} layers, got {len(factors)}")
+    for index, (factor, layer) in enumerate(zip(factors, spec.layers, strict=True)):
+        if factor is None:
+            continue
+        expected = (1, layer.n_kv_heads, 1, layer.k_head_dim) if isinstance(layer, LayerSpec) else None
+        if factor.shape != expected:
+            raise InvalidValueError(f"[key_factors] layer {index}: expected shape {expected}, got {factor.shape}")
+        if not mx.all(mx.isfinite(factor) & (factor > 0)).item():
+            raise InvalidValueError(f"[key_factors] layer {index}: expected finite numbers above 0")

@@ -52,6 +52,7 @@ FLOORS = {
     "scheduler": 5.5,
     "serve": 5.5,
     "measure": 6,
+    "calibrate": 6.2,
     "bench": 6.5,
     "bench_decode": 6.55,
     "bench_attention": 6.55,
