@@ -196,6 +196,11 @@ def _print_rows(terminal: Terminal, title: str, head: Line, rows: Sequence[Any],
     terminal.out.print(table)
 
 
+def _or_refused(value: Any, show: Callable[[Any], str]) -> str:
+    """mlx-lm refuses to quantize the caches of some models: those with sliding windows."""
+    return "refused" if value is None else show(value)
+
+
 def _print_place(terminal: Terminal, title: str) -> None:
     place = ", ".join(f"{key} {value}" for key, value in (machine() | versions()).items())
     terminal.line(f"{title}\n{place}")
@@ -209,9 +214,12 @@ def _print_memory(terminal: Terminal, rows: list[MemoryRow], quant: QuantSpec) -
         ("ours / floor", lambda row: f"{row.ours_bytes / row.floor_bytes:.3f}"),
         ("ours, for each agent more", lambda row: format_bytes(row.ours_extra_per_agent_bytes)),
         ("mlx-lm, full precision", lambda row: format_bytes(row.stock_bytes)),
-        (f"mlx-lm, {quant.k_bits} bit", lambda row: format_bytes(row.stock_quantized_bytes)),
+        (f"mlx-lm, {quant.k_bits} bit", lambda row: _or_refused(row.stock_quantized_bytes, format_bytes)),
         ("mlx-lm / ours", lambda row: f"{row.stock_bytes / row.ours_bytes:.1f}"),
-        (f"mlx-lm {quant.k_bits} bit / ours", lambda row: f"{row.stock_quantized_bytes / row.ours_bytes:.1f}"),
+        (
+            f"mlx-lm {quant.k_bits} bit / ours",
+            lambda row: _or_refused(row.stock_quantized_bytes, lambda count: f"{count / row.ours_bytes:.1f}"),
+        ),
     ]
     title = f"Live KV bytes, {quant}; floor: the packed prefix and the private tokens at their exact length"
     _print_rows(terminal, title, ("agents", lambda row: str(row.agents)), rows, lines)
@@ -229,7 +237,10 @@ def _print_handoff(terminal: Terminal, rows: list[HandoffRow], quant: QuantSpec)
         ("handoff / hot", lambda row: f"{row.hot_ratio:.2f}"),
         ("re-prefill / handoff", lambda row: f"{row.reprefill_ratio:.1f}"),
         ("decode, a token: ours", lambda row: format_seconds(row.decode_seconds_per_token)),
-        (f"- mlx-lm, {quant.k_bits} bit", lambda row: format_seconds(row.decode_stock_quantized_seconds_per_token)),
+        (
+            f"- mlx-lm, {quant.k_bits} bit",
+            lambda row: _or_refused(row.decode_stock_quantized_seconds_per_token, format_seconds),
+        ),
         ("- mlx-lm, full precision", lambda row: format_seconds(row.decode_stock_seconds_per_token)),
     ]
     title = f"Handoff by reference, {quant}, then a turn of {rows[0].turn_tokens} tokens"
@@ -242,7 +253,10 @@ def _print_decode(terminal: Terminal, rows: list[DecodeRow], quant: QuantSpec) -
         ("tokens/s: ours", lambda row: f"{row.ours_tokens_per_second:.1f}"),
         ("- mlx-lm, batch", lambda row: f"{row.stock_batch_tokens_per_second:.1f}"),
         ("- mlx-lm, in turn", lambda row: f"{row.stock_sequential_tokens_per_second:.1f}"),
-        (f"- mlx-lm, in turn, {quant.k_bits} bit", lambda row: f"{row.stock_quantized_tokens_per_second:.1f}"),
+        (
+            f"- mlx-lm, in turn, {quant.k_bits} bit",
+            lambda row: _or_refused(row.stock_quantized_tokens_per_second, lambda rate: f"{rate:.1f}"),
+        ),
         ("ours / mlx-lm batch", lambda row: f"{row.speedup_vs_stock_batch:.2f}"),
         ("live bytes: ours", lambda row: format_bytes(row.ours_live_bytes)),
         ("- floor", lambda row: format_bytes(row.floor_bytes)),

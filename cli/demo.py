@@ -20,6 +20,11 @@ SYSTEM = (
     "You are three agents, a planner, a researcher and a writer, who prepare a leaflet for new gardeners. "
     "Use this handbook."
 )
+# For base models: what many of them have seen as a conversation. A reply brings the space behind "Assistant:" itself.
+PLAIN_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] | capitalize }}:{{ '' if m['role'] == 'assistant' else ' ' }}"
+    "{{ m['content'] }}\n\n{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
+)
 # Short, concrete requests: the default model has 135M parameters.
 PLANNER = "You are the planner. List three topics for the leaflet."
 RESEARCHER = Leg("researcher", "You are the researcher.", "How do I make good compost?")
@@ -99,6 +104,9 @@ def demo(
     sampling = Sampling(temperature=temperature, seed=seed)
     quant = options.quant_spec(bits, k_bits, v_bits, group_size)
     loaded = options.load_model(model, cache_dir, terminal)
+    if not loaded.tokenizer.chat_template:
+        loaded.tokenizer.chat_template = PLAIN_TEMPLATE
+        terminal.note("(this model has no chat template: its turns begin with System:, User: and Assistant:)")
     num_tokens = len(loaded.tokenizer.encode(read_document(), add_special_tokens=False))
     terminal.line(f"document: {DOCUMENT}, {num_tokens:,} tokens; task: {TASK}\n", style="bold")
     manager = SharedKVCacheManager(loaded.spec, quant)

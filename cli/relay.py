@@ -81,13 +81,13 @@ class Relay:
             for session in self._sessions:
                 session.seal()
             self._manager.check_integrity()
-            held = [session.num_tokens for session in self._sessions]
+            held, spec = [session.num_tokens for session in self._sessions], self._manager.spec
             return RelayResult(
                 turns=turns,
                 held_tokens=held,
                 held_bytes=self._manager.stats().used_bytes,
-                separate_bytes=sum(held) * self._manager.spec.private_token_bytes,
-                separate_quantized_bytes=sum(held) * self._manager.packed_token_bytes,
+                separate_bytes=sum(map(spec.context_bytes, held)),
+                separate_quantized_bytes=sum(self._manager.quant.packed_bytes(spec, count) for count in held),
                 reprefill_tokens=len(self._prompt_ids),
                 reprefill_seconds=self._reprefill(),
             )

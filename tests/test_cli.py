@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 from cli_run import COMMAND, Result, force_replies, run, save_tiny
+from test_windows import SLIDING
 
+from mlx_qkvshare.cli import demo
 from mlx_qkvshare.cli.lines import clean
 from mlx_qkvshare.cli.options import parse_bytes, quant_spec
 from mlx_qkvshare.cli.terminal import harmless
@@ -175,6 +177,21 @@ def test_b67_the_demo_on_an_ascii_terminal(monkeypatch: pytest.MonkeyPatch, tmp_
     result = run(monkeypatch, "demo", "--model", roomy, "--max-tokens", 8, encoding="ascii")
     assert result.code == 0, result.err
     check_demo(result)
+
+
+def test_a_model_without_a_chat_template(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The demo takes plain words and says so; a chat says what to do."""
+    base = save_tiny(tmp_path, max_position=4096, **SLIDING)  # a window cannot be cut in front of a reply
+    (base / "chat_template.jinja").unlink()
+    monkeypatch.setattr(demo, "read_document", lambda: "Compost needs air.")
+    result = run(monkeypatch, "demo", "--model", base, "--max-tokens", 4)
+    assert result.code == 0, result.err
+    assert "no chat template" in result.err and "User:" in result.err
+    assert len(re.findall(r"^(?:planner|researcher|writer): ", result.out, re.MULTILINE)) == 3
+    shared = [int(n) for n in re.findall(r"^ *(?:researcher|writer) +(\d+) ", result.out, re.MULTILINE)]
+    assert 0 < shared[0] < shared[1]
+    result = run(monkeypatch, "chat", "--model", base, stdin="hi\n")
+    assert "take an instruction-tuned model" in result.err and result.err.count("error: ") == 1
 
 
 @pytest.mark.slow

@@ -12,9 +12,14 @@ from tiny import tiny_config, tiny_model, tiny_tokenizer
 
 from mlx_qkvshare.errors import ModelLoadError, UnsupportedModelError
 from mlx_qkvshare.fingerprint import parameters
-from mlx_qkvshare.gguf_convert import _BLOCK_NAMES, _TOP_NAMES, convert
+from mlx_qkvshare.gguf_architectures import ARCHITECTURES
+from mlx_qkvshare.gguf_convert import TOP_NAMES, convert, make_config
 from mlx_qkvshare.gguf_file import read_gguf
 
+GEMMA = {
+    "model_type": "gemma3_text", "layers": 6, "sliding_window": 16, "rope_theta": 1e6, "query_pre_attn_scalar": 64,
+    "rms_norm_eps": 1e-6,
+}  # fmt: skip
 TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 8, "Q6_K": 14}
 
 
@@ -105,21 +110,32 @@ def tiny_metadata(**changes):
     }
 
 
-def tiny_tensors(model, kind):
+def gemma_metadata(**changes):
+    """As llama.cpp writes it: without the pattern of sliding layers and without their RoPE base."""
+    metadata = {name.replace("llama.", "gemma3."): value for name, value in tiny_metadata().items()}
+    gemma = {"block_count": 6, "attention.sliding_window": 16, "rope.freq_base": 1e6,
+             "attention.layer_norm_rms_epsilon": 1e-6}  # fmt: skip
+    return metadata | {"general.architecture": "gemma3"} | {f"gemma3.{k}": v for k, v in gemma.items()} | changes
+
+
+def as_llama_cpp_stores(name, values, architecture):
+    if architecture == "gemma3":
+        return values + 1 if name.endswith("norm") else values
+    if name.endswith(("q_proj", "k_proj")):
+        return interleave(values, tiny_config()["num_attention_heads" if "q_proj" in name else "num_key_value_heads"])
+    return values
+
+
+def tiny_tensors(model, kind, architecture="llama"):
     """(file tensors, the values they stand for under mlx-lm's names) of a tiny model, matrices in `kind`."""
-    config, block_of, top_of = (
-        tiny_config(),
-        {v: k for k, v in _BLOCK_NAMES.items()},
-        {v: k for k, v in _TOP_NAMES.items()},
-    )
+    block_of = {v: k for k, v in ARCHITECTURES[architecture].block_names.items()}
+    top_of = {v: k for k, v in TOP_NAMES.items()}
     tensors, exact = {}, {}
     for name, array in parameters(model):
         base, _, leaf = name.rpartition(".")
-        values, heads = np.array(array), 0
-        data, exact[name] = quantize(values, kind if values.ndim == 2 else "F32")
-        if base.endswith(("q_proj", "k_proj")):
-            heads = config["num_attention_heads" if "q_proj" in base else "num_key_value_heads"]
-            data, _ = quantize(interleave(values, heads), kind if values.ndim == 2 else "F32")
+        values = np.array(array)
+        _, exact[name] = quantize(values, kind if values.ndim == 2 else "F32")
+        data, _ = quantize(as_llama_cpp_stores(base, values, architecture), kind if values.ndim == 2 else "F32")
         if base.startswith("model.layers."):
             _, _, index, rest = base.split(".", 3)
             name = f"blk.{index}.{block_of[rest]}.{leaf}"
@@ -159,6 +175,58 @@ def test_the_interleave_matters(tmp_path):
     assert mx.abs(load_model(tmp_path / "out")[0](ids) - tiny_model()(ids)).max().item() > 1e-3
 
 
+def tiny_gemma(**changes):
+    """Norms of all kinds differ from 1 and from each other, in numbers that "1 +" and "- 1" keep exactly."""
+    model = tiny_model(**GEMMA, **changes, fresh=True)
+    norms = [name for name, _ in parameters(model) if name.endswith("norm.weight")]
+    model.load_weights(
+        [(n, mx.random.randint(-512, 512, (dict(parameters(model))[n].size,)) / 1024) for n in norms], strict=False
+    )
+    return model
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_gemma_keeps_its_tensors_and_its_logits(tmp_path, kind, tied):
+    model = tiny_gemma()
+    if tied:
+        model.sanitize({})  # what mlx-lm does for files without a head
+    tensors, exact = tiny_tensors(model, kind, "gemma3")
+    convert(write_gguf(tmp_path / "t.gguf", gemma_metadata(), tensors), tmp_path / "out", mx.float32)
+    loaded, config = load_model(tmp_path / "out")
+    assert dict(parameters(loaded)).keys() == exact.keys() and loaded.tie_word_embeddings is tied
+    for name, array in parameters(loaded):
+        np.testing.assert_array_equal(np.array(array), exact[name], err_msg=name)
+    model.load_weights([(name, mx.array(values)) for name, values in exact.items()])
+    ids = mx.random.randint(0, 343, (1, 60))  # longer than the window
+    assert mx.abs(loaded(ids) - model(ids)).max().item() < 1e-4
+    assert [type(cache).__name__ for cache in loaded.make_cache()] == ["RotatingKVCache"] * 5 + ["KVCache"]
+    assert (config["sliding_window"], config["rope_theta"], config["rope_local_base_freq"]) == (16, 1e6, 1e4)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gemma3.attention.sliding_window": 17},
+        {"gemma3.attention.sliding_window_pattern": 3},
+        {"gemma3.rope.freq_base": 1e4},
+        {"gemma3.rope.freq_base_swa": 1e6},
+        {"gemma3.rope.scaling.type": "linear", "gemma3.rope.scaling.factor": 8.0},
+    ],
+)
+def test_what_a_gemma_file_says_of_its_layers_is_heard(tmp_path, changes):
+    tensors, _ = tiny_tensors(tiny_gemma(), "F32", "gemma3")
+    convert(write_gguf(tmp_path / "t.gguf", gemma_metadata(**changes), tensors), tmp_path / "out", mx.float32)
+    ids = mx.random.randint(0, 343, (1, 60))
+    assert mx.abs(load_model(tmp_path / "out")[0](ids) - tiny_gemma()(ids)).max().item() > 1e-3
+
+
+def test_the_largest_gemma_scales_its_queries_by_its_width(tmp_path):
+    metadata = gemma_metadata(**{"gemma3.block_count": 62, "gemma3.embedding_length": 128})
+    gguf = read_gguf(write_gguf(tmp_path / "t.gguf", metadata, {}))
+    assert make_config(gguf)["query_pre_attn_scalar"] == 128 // 4  # not the head dim, 64
+
+
 def test_the_tokenizer_comes_back_whole(tmp_path):
     tensors, _ = tiny_tensors(tiny_model(), "F32")
     convert(write_gguf(tmp_path / "t.gguf", tiny_metadata(), tensors), tmp_path / "out", mx.float32)
@@ -194,17 +262,23 @@ def test_llama3_takes_whole_words_of_the_vocabulary(tmp_path):
     assert load_tokenizer(tmp_path / "out").encode(word, add_special_tokens=False) == [index]
 
 
-def test_sentencepiece_tokenizers_match_sentencepiece(tmp_path):
-    spm = pytest.importorskip("sentencepiece")
+@pytest.mark.parametrize("like", ["llama", "gemma"])
+def test_sentencepiece_tokenizers_match_sentencepiece(tmp_path, like):
+    """Gemma: no space in front of a text, and runs of spaces and of line ends are words, which the file spells out."""
+    spm, is_gemma = pytest.importorskip("sentencepiece"), like == "gemma"
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("\n".join(["the planner reads the document", "the writer writes the answer", "a b c d e"] * 50))
     options = {"model_type": "bpe", "vocab_size": 330, "byte_fallback": True, "hard_vocab_limit": False}
+    words = ["\n", "\n\n", "▁▁", "▁▁▁", "[multimodal]"] if is_gemma else []
+    if is_gemma:
+        options |= {"user_defined_symbols": words, "add_dummy_prefix": False}
     spm.SentencePieceTrainer.train(
         input=str(corpus), model_prefix=str(tmp_path / "m"), minloglevel=2, normalization_rule_name="identity",
         remove_extra_whitespaces=False, **options,
     )  # fmt: skip
     reference = spm.SentencePieceProcessor(model_file=str(tmp_path / "m.model"))
     size = reference.vocab_size()
+    tokens = [reference.IdToPiece(i) for i in range(size)]
     kinds = [
         2 if reference.IsUnknown(i) else 3 if reference.IsControl(i) else 6 if reference.IsByte(i) else 1
         for i in range(size)
@@ -212,9 +286,10 @@ def test_sentencepiece_tokenizers_match_sentencepiece(tmp_path):
     metadata = tiny_metadata(
         **{
             "tokenizer.ggml.model": "llama",
-            "tokenizer.ggml.tokens": [reference.IdToPiece(i) for i in range(size)],
+            "tokenizer.ggml.tokens": [token.replace("▁", " ") if token in words else token for token in tokens],
             "tokenizer.ggml.scores": [float(reference.GetScore(i)) for i in range(size)],
-            "tokenizer.ggml.token_type": kinds,
+            "tokenizer.ggml.token_type": [4 if t in words else k for t, k in zip(tokens, kinds, strict=True)],
+            "tokenizer.ggml.add_space_prefix": not is_gemma,
             "tokenizer.ggml.bos_token_id": 1,
             "tokenizer.ggml.eos_token_id": 2,
             "tokenizer.ggml.unknown_token_id": 0,
@@ -223,7 +298,8 @@ def test_sentencepiece_tokenizers_match_sentencepiece(tmp_path):
     tensors, _ = tiny_tensors(tiny_model(), "F32")
     convert(write_gguf(tmp_path / "t.gguf", metadata, tensors), tmp_path / "out", mx.float32)
     ours = load_tokenizer(tmp_path / "out")
-    for text in ("the planner writes", "readers  and\nwriters, ünïcode 🦙", "document"):
+    texts = ["the planner writes", "readers  and\nwriters, ünïcode 🦙", "document"]
+    for text in [*texts, *(["a  b", "  the\n\n\n    answer ", "the    [multimodal]  \n"] if is_gemma else [])]:
         assert ours.encode(text) == [1, *reference.encode(text)]
         assert ours.decode(ours.encode(text, add_special_tokens=False)) == text
 
@@ -253,7 +329,8 @@ def test_llama3_rope_scaling_is_rebuilt_from_its_tensor(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"general.architecture": "gemma3"}, "gemma3"),
+        ({"general.architecture": "qwen2"}, "expected architecture 'llama' or 'gemma3', got 'qwen2'"),
+        ({"general.architecture": "gemma2"}, "gemma2"),
         ({"llama.expert_count": 8}, "8 experts"),
         ({"llama.rope.scaling.type": "yarn"}, "yarn"),
         ({"llama.rope.dimension_count": 32}, "rotary over all 64 dims, got 32"),
@@ -268,6 +345,30 @@ def test_what_is_not_understood_is_refused_by_name(tmp_path, changes, named):
     with pytest.raises(UnsupportedModelError, match=named):
         convert(source, tmp_path / "out", mx.float32)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"gemma3.final_logit_softcapping": 30.0}, "gemma3: expected logits without a soft cap, got one of 30.0"),
+        ({"gemma3.attention.sliding_window_pattern": [True, False]}, "every n-th layer"),
+        ({"gemma3.expert_count": 8}, "8 experts"),
+    ],
+)
+def test_what_is_not_gemma_3_is_refused_by_name(tmp_path, changes, named):
+    tensors, _ = tiny_tensors(tiny_gemma(), "F32", "gemma3")
+    with pytest.raises(UnsupportedModelError, match=named):
+        convert(write_gguf(tmp_path / "t.gguf", gemma_metadata(**changes), tensors), tmp_path / "out", mx.float32)
+    tensors["rope_freqs.weight"] = ("F32", (32,), b"\0" * 128)  # Llama 3's: another model's file
+    with pytest.raises(UnsupportedModelError, match="rope_freqs"):
+        convert(write_gguf(tmp_path / "t.gguf", gemma_metadata(), tensors), tmp_path / "out", mx.float32)
+
+
+def test_a_gemma_file_without_its_window_is_damaged(tmp_path):
+    metadata = gemma_metadata()
+    del metadata["gemma3.attention.sliding_window"]
+    with pytest.raises(ModelLoadError, match=r"no 'gemma3\.attention\.sliding_window'"):
+        convert(write_gguf(tmp_path / "t.gguf", metadata, {}), tmp_path / "out", mx.float32)
 
 
 def test_an_unknown_tensor_is_refused_by_name(tmp_path):

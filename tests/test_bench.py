@@ -1,0 +1,83 @@
+"""The benchmarks on tiny models of every kind of layer: what they count, and what mlx-lm refuses beside them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from cli_run import run, save_tiny
+from core_helpers import FULL, K8V8, loaded
+from test_windows import RECURRENT, SLIDING
+
+from mlx_qkvshare.bench import StockCache, bench_handoff, bench_memory, kl_divergence, prefill_peaks
+from mlx_qkvshare.bench_decode import bench_decode
+from mlx_qkvshare.measure import sample_tokens
+
+KINDS = {"full": {}, "sliding": SLIDING, "recurrent": RECURRENT}
+TOKENS = 40  # beyond the window of 16
+
+
+@pytest.fixture(params=KINDS)
+def lm(request):
+    return loaded(**KINDS[request.param])
+
+
+def test_memory_is_counted_for_every_kind(lm):
+    one, two = bench_memory(lm, agents=(1, 2), tokens=(TOKENS,), private_tokens=16, quant=K8V8)
+    packed, own = K8V8.packed_bytes(lm.spec, TOKENS), lm.spec.context_bytes(16)
+    assert (one.floor_bytes, two.floor_bytes) == (packed + own, packed + 2 * own)
+    spare = lm.spec.private_bytes(16) - own  # a recurrent layer keeps the state to go back to as well
+    assert one.floor_bytes <= one.ours_bytes <= one.floor_bytes + spare
+    assert two.ours_bytes - one.ours_bytes <= own + spare < two.stock_bytes - one.stock_bytes
+    assert (one.stock_quantized_bytes is None) == bool(lm.spec.windows)
+
+
+def test_handoff_copies_nothing_for_any_kind(lm):
+    (row,) = bench_handoff(lm, tokens=(TOKENS,), turn_tokens=4, decode_tokens=2, repeats=1, quant=K8V8)
+    assert row.bytes_copied == 0 and row.bytes_referenced == K8V8.packed_bytes(lm.spec, TOKENS)
+    assert (row.decode_stock_quantized_seconds_per_token is None) == bool(lm.spec.windows)
+    assert row.decode_stock_seconds_per_token > 0
+
+
+def test_decode_is_counted_for_every_kind(lm):
+    (row,) = bench_decode(lm, agents=(2,), tokens=(TOKENS,), private_tokens=4, steps=2, repeats=1, quant=K8V8)
+    private = row.private_tokens
+    assert row.floor_bytes == K8V8.packed_bytes(lm.spec, TOKENS) + 2 * lm.spec.context_bytes(private)
+    assert row.kv_bytes_read_per_step_stock == 2 * lm.spec.context_bytes(TOKENS + private)
+    assert row.ours_live_bytes >= row.floor_bytes and row.stock_batch_tokens_per_second > 0
+    assert (row.stock_quantized_tokens_per_second is None) == bool(lm.spec.windows)
+
+
+def test_mlx_lms_cache_is_as_before_after_a_timed_run(lm):
+    """A window that has moved cannot be cut: it must come back whole."""
+    ids = sample_tokens(lm.tokenizer, TOKENS)
+    stock = StockCache(lm, ids)
+
+    def answer():
+        return lm.model(mx.array([[9, 31]]), cache=stock.copied().layers)
+
+    before = answer()
+    for timed in (lambda: stock.first_token([7, 8, 9]), lambda: stock.decode(3), lambda: stock.copied().decode(3)):
+        assert timed() > 0 and mx.array_equal(answer(), before)
+
+
+def test_peaks_and_fidelity_of_every_kind(lm):
+    assert kl_divergence(lm, prefix_tokens=TOKENS, scored_tokens=20, quant=K8V8)["mean_kl"] < 1e-4
+    assert kl_divergence(lm, prefix_tokens=TOKENS, scored_tokens=20, quant=FULL)["max_kl"] < 1e-5
+    assert 0 < prefill_peaks(lm, TOKENS)["layer_bytes"] <= TOKENS * lm.spec.private_token_bytes
+
+
+@pytest.mark.parametrize("command", ["memory", "handoff", "decode"])
+def test_the_command_says_that_mlx_lm_refuses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str) -> None:
+    folder = save_tiny(tmp_path, **SLIDING)
+    options = {"memory": ["--agents", 1], "handoff": ["--repeats", 1, "--turn", 4], "decode": ["--agents", 1]}[command]
+    if command == "decode":
+        options += ["--repeats", 1, "--steps", 1]
+    result = run(monkeypatch, "bench", command, "--model", folder, "--tokens", TOKENS, *options)
+    assert result.code == 0, result.err
+    table, line = result.out.rsplit("\n", 2)[:2]
+    assert "refused" in table
+    (row,) = json.loads(line)["results"]
+    assert [value for name, value in row.items() if "quantized" in name] == [None]
