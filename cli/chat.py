@@ -9,6 +9,7 @@ import typer
 
 from .. import LoadedModel, QKVShareError, Sampling, SharedKVCacheManager
 from ..model import DEFAULT_MODEL
+from ..spec import PRESETS
 from . import options
 from .conversation import AgentSpec, ChatSettings, Conversation
 from .lines import LineReader, clean
@@ -34,6 +35,8 @@ def banner(conversation: Conversation | Panel, model: LoadedModel, source: str |
     keys, values = plan.keys, plan.values
     groups = sorted({plan.group_size for plan in (keys, values) if plan.is_quantized})
     bits = f"K{keys.bits} V{values.bits}" + (f", groups of {' and '.join(map(str, groups))}" if groups else "")
+    if manager.quant in PRESETS.values():
+        bits = f"{bits} (preset {str(manager.quant).partition(' ')[0]})"
     seed = "a fresh one" if sampling.seed is None else str(sampling.seed)
     return "\n".join(
         [
@@ -133,6 +136,7 @@ def chat(
     temperature: options.Temperature = 0.0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.", show_default="fresh")] = None,
     bits: options.Bits = None,
+    preset: options.Preset = None,
     k_bits: options.KBits = None,
     v_bits: options.VBits = None,
     group_size: options.GroupSize = 64,
@@ -146,7 +150,7 @@ def chat(
         max_context=max_context,
         max_tokens=max_tokens,
     )
-    quant, budget_bytes = options.quant_spec(bits, k_bits, v_bits, group_size), options.parse_bytes(budget)
+    quant, budget_bytes = options.quant_spec(bits, k_bits, v_bits, group_size, preset), options.parse_bytes(budget)
     loaded = options.load_model(model, cache_dir, terminal)
     manager = SharedKVCacheManager(loaded.spec, quant, budget_bytes=budget_bytes)
     make = Panel if parallel else Conversation

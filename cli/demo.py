@@ -93,6 +93,7 @@ def demo(
     ] = False,
     cache_dir: options.CacheDir = None,
     bits: options.Bits = None,
+    preset: options.Preset = None,
     k_bits: options.KBits = None,
     v_bits: options.VBits = None,
     group_size: options.GroupSize = 64,
@@ -102,7 +103,7 @@ def demo(
     """A planner, a researcher and a writer share one document's cache; then a table shows what it cost."""
     terminal = Terminal()
     sampling = Sampling(temperature=temperature, seed=seed)
-    quant = options.quant_spec(bits, k_bits, v_bits, group_size)
+    quant = options.quant_spec(bits, k_bits, v_bits, group_size, preset)
     loaded = options.load_model(model, cache_dir, terminal)
     if not loaded.tokenizer.chat_template:
         loaded.tokenizer.chat_template = PLAIN_TEMPLATE

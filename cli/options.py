@@ -30,6 +30,9 @@ Bits = Annotated[int | None, typer.Option("--bits", help="Bits of keys and value
 KBits = Annotated[int | None, typer.Option("--k-bits", help="Bits of the keys.", show_default="--bits, or 8")]
 VBits = Annotated[int | None, typer.Option("--v-bits", help="Bits of the values.", show_default="--bits, or 8")]
 Budget = Annotated[str, typer.Option("--budget", help="Bytes for all keys and values, such as 512M.")]
+Preset = Annotated[
+    str | None, typer.Option("--preset", help="safe, balanced or tight: 8, 6 or 4 bits packed with care.")
+]
 GroupSize = Annotated[int, typer.Option("--group-size", help="Values per scale: 32, 64 or 128.")]
 Temperature = Annotated[float, typer.Option("--temperature", help="0 takes the most likely token.")]
 
@@ -37,8 +40,14 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
-def quant_spec(bits: int | None, k_bits: int | None, v_bits: int | None, group_size: int) -> QuantSpec:
-    """--k-bits and --v-bits win over --bits; without any, 8."""
+def quant_spec(
+    bits: int | None, k_bits: int | None, v_bits: int | None, group_size: int, preset: str | None = None
+) -> QuantSpec:
+    """--k-bits and --v-bits win over --bits; without any, 8. A preset says it all, and goes with none of them."""
+    if preset is not None:
+        if (bits, k_bits, v_bits) != (None, None, None):
+            raise InvalidValueError("--preset: expected no --bits, --k-bits or --v-bits beside it")
+        return QuantSpec.preset(preset)
     both = 8 if bits is None else bits
     return QuantSpec(both if k_bits is None else k_bits, both if v_bits is None else v_bits, group_size)
 

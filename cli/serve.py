@@ -7,12 +7,13 @@ import sys
 import typer
 
 from ..serve import shared_server
-from .options import Bits, Budget, GroupSize, KBits, VBits, parse_bytes, quant_spec
+from .options import Bits, Budget, GroupSize, KBits, Preset, VBits, parse_bytes, quant_spec
 
 
 def serve(
     context: typer.Context,
     bits: Bits = None,
+    preset: Preset = None,
     k_bits: KBits = None,
     v_bits: VBits = None,
     group_size: GroupSize = 64,
@@ -22,7 +23,7 @@ def serve(
 
     All other options are those of `mlx_lm.server` (--model, --port, ...); `qkvshare serve -- --help` shows them.
     """
-    quant = quant_spec(bits, k_bits, v_bits, group_size)
+    quant = quant_spec(bits, k_bits, v_bits, group_size, preset)
     with shared_server(quant=quant, budget_bytes=parse_bytes(budget)) as server:
         before, sys.argv = sys.argv, ["qkvshare serve", *context.args]
         try:

@@ -407,6 +407,7 @@ def kl_divergence(
     scored_tokens: int = 512,
     skip: int = 0,
     quant: QuantSpec | None = None,
+    key_factors: Sequence[mx.array | None] | None = None,
 ) -> dict[str, float]:
     """KL of next-token distributions, full precision || sealed prefix, over `scored_tokens` tokens of real text.
 
@@ -416,7 +417,8 @@ def kl_divergence(
     begin = lm.tokenizer.encode("")
     ids = begin + sample_tokens(lm.tokenizer, prefix_tokens + scored_tokens - len(begin), skip=skip)
     prefix, scored = ids[:prefix_tokens], ids[prefix_tokens:]
-    agent = AgentSession("kl", lm, SharedKVCacheManager(lm.spec, quant), prefill_step_tokens=_PREFILL_STEP)
+    manager = SharedKVCacheManager(lm.spec, quant, key_factors=key_factors)
+    agent = AgentSession("kl", lm, manager, prefill_step_tokens=_PREFILL_STEP)
     agent.prefill(prefix)
     agent.seal()
     ours = _log_probabilities(agent.score(scored))

@@ -112,6 +112,15 @@ def test_b58_cli_limits_reply(monkeypatch: pytest.MonkeyPatch, tiny: Path) -> No
     assert "(cut after 5 tokens; --max-tokens allows more)" in result.err
 
 
+def test_a_preset_says_all_of_it_and_goes_with_no_bits(monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:
+    force_replies(monkeypatch, "fine")
+    shown = run(monkeypatch, "chat", "--model", tiny, "--preset", "tight", stdin="hello\n")
+    assert shown.code == 0 and "K4 V4, groups of 64 (preset tight)" in shown.err and "fine" in shown.out
+    for options, named in (("--bits", "8"), "no --bits"), (("--preset", "best"), "balanced"):
+        refused = run(monkeypatch, "chat", "--model", tiny, "--preset", "safe", *options, stdin="")
+        assert refused.code == 2 and named in refused.err
+
+
 def test_b58_the_banner_tells_what_holds(monkeypatch: pytest.MonkeyPatch, tiny: Path, tmp_path: Path) -> None:
     odd = save_tiny(tmp_path / "odd", head_dim=80)
     banner = run(monkeypatch, "chat", "--model", odd, "--k-bits", 8, "--v-bits", 4, "--seed", 3).err
