@@ -8,8 +8,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from core_helpers import FINGERPRINT, FULL, K8V8, loaded, logits_behind, normal, stock_logits
+from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import RotatingKVCache
 from reference import assert_warm_is_cold, some_ids
+from tiny import tiny_tokenizer
+from zoo_configs import build
 
 from mlx_qkvshare import (
     AgentBatch,
@@ -22,6 +25,7 @@ from mlx_qkvshare import (
     context,
     spec,
 )
+from mlx_qkvshare.model import LoadedModel, describe
 from mlx_qkvshare.spec import LayerSpec, StateSpec
 
 WINDOW = 16
@@ -219,6 +223,29 @@ def test_sessions_on_windows_decode_together(short_slack, sliding, quant, attent
         probes = [logits_behind(sliding.model, s.caches, [5]) for s in (session, other)]
         np.testing.assert_allclose(*probes, atol=1e-4)
     manager.check_integrity(checksums=True)
+
+
+@pytest.mark.parametrize("count", [10, 35])  # shorter and longer than the window
+def test_b4_a_quantized_context_of_a_model_that_slides_is_shared(sliding, count):
+    manager = SharedKVCacheManager(sliding.spec, K8V8)
+    first, second = (AgentSession(name, sliding, manager) for name in ("first", "second"))
+    with pytest.raises(NotImplementedError):  # of mlx-lm, at the first prompt
+        list(generate_step(mx.array(some_ids(count)), sliding.model, max_tokens=1, kv_bits=8, quantized_kv_start=0))
+    first.prefill(some_ids(count))
+    assert HandoffCoordinator(manager).request_handoff(first, second).reused_tokens == count
+    assert_warm_is_cold(second, sliding)
+
+
+def test_b19_a_state_of_any_number_of_arrays_is_kept_where_a_segment_ends():
+    model, config = build("kimi_linear")
+    lm = LoadedModel(model, tiny_tokenizer(), describe(model, config, tiny_tokenizer()))
+    assert {layer.num_arrays for layer in lm.spec.layers if isinstance(layer, StateSpec)} == {4}
+    manager = SharedKVCacheManager(lm.spec, FULL)
+    first, second = (AgentSession(name, lm, manager) for name in ("first", "second"))
+    first.prefill(some_ids(30))
+    HandoffCoordinator(manager).request_handoff(first, second)
+    assert second.prefill([7, 8]).reused_tokens == 30
+    assert_warm_is_cold(second, lm)
 
 
 def test_recurrent_sessions_decode_one_by_one_and_say_so(recurrent):
