@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import random
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -11,6 +9,7 @@ import numpy as np
 import oracle
 import pytest
 from core_helpers import normal
+from pairwise import pairwise
 
 from mlx_qkvshare import QuantizedAttention, Route
 from mlx_qkvshare.errors import InvalidValueError
@@ -55,28 +54,7 @@ class Case(NamedTuple):
         )
 
 
-def pairwise() -> list[Case]:
-    """Few cases in which every two values of every two factors meet (the whole product would be 500,000)."""
-    draw, names = random.Random(0), list(FACTORS)
-    values = {name: [str(v) for v in FACTORS[name]] for name in names}
-    missing = {
-        (a, x, b, y) for a, b in itertools.combinations(names, 2) for x, y in itertools.product(values[a], values[b])
-    }
-    cases = []
-    while missing:
-        tries = [{name: draw.choice(FACTORS[name]) for name in names} for _ in range(60)]
-        first = min(missing)  # one pair that is missing is in every try, so that this ends
-        for candidate in tries:
-            for name, text in (first[:2], first[2:]):
-                candidate[name] = FACTORS[name][values[name].index(text)]
-        gained = [{(a, str(t[a]), b, str(t[b])) for a, b in itertools.combinations(names, 2)} & missing for t in tries]
-        best = max(range(len(tries)), key=lambda i: len(gained[i]))
-        missing -= gained[best]
-        cases.append(Case(**tries[best]))
-    return cases
-
-
-CASES = pairwise()
+CASES = [Case(**values) for values in pairwise(FACTORS)]  # the whole product would be 500,000
 QUICK = CASES[:6]
 
 
