@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from .batch import AgentBatch
-from .bench import StockCache
+from .bench_stock import StockCache
 from .manager import SharedKVCacheManager
 from .measure import interleaved_medians, live_bytes, sample_tokens, seconds
 from .session import AgentSession

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .batch import AgentBatch, BatchEvent
-from .bench import StockCache
+from .bench_stock import StockCache
 from .manager import SharedKVCacheManager
 from .measure import sample_tokens
 from .scheduler import AgentScheduler

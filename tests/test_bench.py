@@ -11,8 +11,9 @@ from cli_run import run, save_tiny
 from core_helpers import FULL, K8V8, loaded
 from test_windows import RECURRENT, SLIDING
 
-from mlx_qkvshare.bench import StockCache, bench_handoff, bench_memory, kl_divergence, prefill_peaks
+from mlx_qkvshare.bench import bench_handoff, bench_memory, kl_divergence, prefill_peaks
 from mlx_qkvshare.bench_decode import bench_decode
+from mlx_qkvshare.bench_stock import StockCache
 from mlx_qkvshare.measure import sample_tokens
 
 KINDS = {"full": {}, "sliding": SLIDING, "recurrent": RECURRENT}

@@ -15,7 +15,8 @@ from mlx_qkvshare import (
     SharedKVCacheManager,
     load,
 )
-from mlx_qkvshare.bench import StockCache, bench_handoff, bench_memory, kl_divergence, prefill_peaks
+from mlx_qkvshare.bench import bench_handoff, bench_memory, kl_divergence, prefill_peaks
+from mlx_qkvshare.bench_stock import StockCache
 from mlx_qkvshare.measure import buffer_address, live_bytes, sample_tokens
 
 pytestmark = pytest.mark.slow
