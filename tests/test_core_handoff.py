@@ -357,8 +357,11 @@ def test_bytes_copied_counts_what_a_copying_handoff_would_copy(team, monkeypatch
         team.writer.prefix.holding.views = (dataclasses.replace(views[0], segment=twin), *views[1:])
 
     def copied(kv):
-        copy = {name: dataclasses.replace(t, packed=t.packed + 0) for name, t in vars(kv).items()}
-        return dataclasses.replace(kv, **copy)
+        return dataclasses.replace(kv, blocks=tuple(map(copied_block, kv.blocks)))
+
+    def copied_block(block):
+        copy = {name: dataclasses.replace(t, packed=t.packed + 0) for name, t in vars(block).items()}
+        return dataclasses.replace(block, **copy)
 
     monkeypatch.setattr(team.writer, "receive_state", copying)
     record = team.coordinator.request_handoff(team.planner, team.writer, keep_sender=True)
