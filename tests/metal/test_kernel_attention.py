@@ -161,9 +161,13 @@ def test_nothing_before_the_window_is_read(engine) -> None:
     assert tail.traffic["keys"].read == 7 * 2 * 32 * 4
 
 
-def story(attention: QuantizedAttention) -> tuple[list[np.ndarray], dict[str, list[int]]]:
+PLAIN = QuantSpec(8, 4, 32)
+IN_A_BASIS = QuantSpec(8, 4, 32, sink_tokens=4, is_rotated=True, is_centred=True)
+
+
+def story(attention: QuantizedAttention, quant: QuantSpec = PLAIN) -> tuple[list[np.ndarray], dict[str, list[int]]]:
     """Prefill, seal, fork, handoff and decoding, alone and together: logits, and the tokens of every agent."""
-    manager = SharedKVCacheManager(T.spec, QuantSpec(8, 4, 32))
+    manager = SharedKVCacheManager(T.spec, quant)
     first, second = (AgentSession(name, T, manager, attention=attention) for name in ("first", "second"))
     logits, tokens = [], {}
     first.prefill([0, *range(60, 100)])
@@ -184,10 +188,11 @@ def story(attention: QuantizedAttention) -> tuple[list[np.ndarray], dict[str, li
 
 
 @pytest.mark.metal
+@pytest.mark.parametrize("quant", [PLAIN, IN_A_BASIS], ids=str)
 @pytest.mark.parametrize("engine", ["sim-fast", "sim-race", "gpu"], indirect=True)
-def test_a_tiny_model_runs_through_the_kernels(engine) -> None:
-    logits, tokens = story(KERNEL)
-    expected, expected_tokens = story(OPS)
+def test_a_tiny_model_runs_through_the_kernels(engine, quant: QuantSpec) -> None:
+    logits, tokens = story(KERNEL, quant)
+    expected, expected_tokens = story(OPS, quant)
     for found, wanted in zip(logits, expected, strict=True):
         np.testing.assert_allclose(found, wanted, atol=1e-5)
     assert tokens == expected_tokens
