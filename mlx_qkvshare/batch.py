@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -96,8 +97,7 @@ class AgentBatch:
     def __init__(self, manager: SharedKVCacheManager, *, attention: QuantizedAttention | None = None):
         self.manager = manager
         self.is_together = False
-        self.kv_bytes_read = 0
-        """KV bytes that the last step read: each distinct segment once when together, and every tail."""
+        self._stepped: tuple[weakref.ref[AgentSession], ...] = ()  # the sessions of the last step
         self._attention = attention or QuantizedAttention()
         self._members: dict[AgentSession, _Member] = {}
         self._untold: list[BatchEvent] = []  # a step that raises tells its events with the next one
@@ -247,33 +247,37 @@ class AgentBatch:
             self.leave(member.session)
         self._untold.append(event)
 
+    @property
+    def kv_bytes_read(self) -> int:
+        """KV bytes that the last step read: each distinct segment once when together, and every tail. Counted now,
+        over those of its sessions that live, as they stand."""
+        caches = [session._leaves for it in self._stepped if (session := it()) is not None]
+        return bytes_read(caches) if self.is_together else sum(bytes_read([layers]) for layers in caches)
+
     def _forward(self, members: list[_Member], tokens: mx.array) -> mx.array:
         """Logits [N, V] behind one more token [N] of every session."""
-        caches = [member.session._leaves for member in members]
+        self._stepped = tuple(weakref.ref(member.session) for member in members)
         self.is_together = len(members) > 1 and self._is_routed(members)
         if self.is_together:
             try:
-                return self._forward_together(members, tokens, caches)
+                return self._forward_together(members, tokens)
             except (AttributeError, TypeError, ValueError):
                 # The model wants more of a cache than a batch of lengths has, such as one offset for all rows. A fault
                 # of its own it raises again.
                 for member in members:
                     member.session._roll_back()
                 self.is_together, self._is_alone = False, True
-        logits = mx.stack([member.session._run(member.token.reshape(1))[-1] for member in members])
-        self.kv_bytes_read = sum(bytes_read([layers]) for layers in caches)
-        return logits
+        return mx.stack([member.session._run(member.token.reshape(1))[-1] for member in members])
 
-    def _forward_together(self, members: list[_Member], tokens: mx.array, caches: list[list[Any]]) -> mx.array:
+    def _forward_together(self, members: list[_Member], tokens: mx.array) -> mx.array:
+        caches = [member.session._leaves for member in members]
         groups: dict[int, tuple[SegmentGroup, ...]] = {}
         offset = mx.array([layers[0].offset for layers in caches])
         batched = grouped(
             [BatchLayerCache(rows, groups, offset) for rows in zip(*caches, strict=True)], self.manager.spec.grouping
         )
         with quantized_attention(self._attention):
-            logits = members[0].session._model.model(tokens[:, None], cache=batched)[:, -1]
-        self.kv_bytes_read = bytes_read(caches)
-        return logits
+            return members[0].session._model.model(tokens[:, None], cache=batched)[:, -1]
 
     def _is_routed(self, members: list[_Member]) -> bool:
         """Is it known, from a step of a session alone, that every layer's attention reaches ours?"""

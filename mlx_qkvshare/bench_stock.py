@@ -11,6 +11,7 @@ from mlx.utils import tree_map
 
 from .measure import seconds
 from .spec import QuantSpec
+from .state_cache import leaves
 
 if TYPE_CHECKING:
     from .model import LoadedModel
@@ -98,9 +99,8 @@ class StockCache:
 def written_out(layers: list[Any]) -> list[Any]:
     """A copy in buffers of its own, which nobody shares any more: a later write to either pays for no copy."""
     twins = copy.deepcopy(layers)
-    leaves = [leaf for layer in twins for leaf in getattr(layer, "caches", (layer,))]
-    for leaf in leaves:
+    for leaf in leaves(twins):
         own = tree_map(lambda value: value * 1 if isinstance(value, mx.array) else value, vars(leaf))
         vars(leaf).update(own)
-    mx.eval([vars(leaf) for leaf in leaves])
+    mx.eval([vars(leaf) for leaf in leaves(twins)])
     return twins

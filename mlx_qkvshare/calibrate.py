@@ -14,17 +14,16 @@ import mlx.core as mx
 
 from .attention import QuantizedAttention
 from .errors import InvalidValueError
-from .folders import default_cache_dir
+from .folders import default_cache_dir, written_whole
 from .layer_cache import LayerCache
 from .manager import SharedKVCacheManager, check_factors
 from .measure import sample_tokens
 from .session import AgentSession
-from .spec import FULL_PRECISION_BITS, CacheSpec, QuantSpec
+from .spec import FULL_PRECISION_BITS, SINK_TOKENS, CacheSpec, QuantSpec
 
 if TYPE_CHECKING:
     from .model import LoadedModel
 
-SINK_TOKENS = 4  # left out: their keys are like no others
 _FLOOR = 0.01  # of the mean: a channel that is hardly used must not be blown up
 
 
@@ -73,6 +72,7 @@ def _factors(cache: Any, squares: mx.array | None) -> mx.array | None:
     if squares is None or not isinstance(cache, LayerCache):
         return None
     keys, _ = cache.keys_and_values()
+    # Without the sinks, whose keys are like no others.
     rows = keys[0, :, min(SINK_TOKENS, keys.shape[2] - 1) :].astype(mx.float32)
     looked, spread = (x + _FLOOR * mx.mean(x, axis=-1, keepdims=True) for x in (squares, mx.var(rows, axis=1)))
     factors = mx.power(looked / mx.maximum(spread, 1e-20), 0.25)
@@ -84,10 +84,8 @@ def _factors(cache: Any, squares: mx.array | None) -> mx.array | None:
 def save_factors(factors: Sequence[mx.array | None], spec: CacheSpec, folder: Path | None = None) -> Path:
     """Keep them for this model, named by its fingerprint. Raises `OSError`."""
     path = _path(spec, folder)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.part.safetensors")
-    mx.save_safetensors(str(partial), {str(i): f for i, f in enumerate(factors) if f is not None})
-    partial.replace(path)
+    with written_whole(path) as partial:
+        mx.save_safetensors(str(partial), {str(i): f for i, f in enumerate(factors) if f is not None})
     return path
 
 

@@ -299,16 +299,7 @@ class TokenContext:
 
     def _seal(self) -> int:
         count = len(self._tail_ids)
-        if count and not self.manager.extend_if_sealed(self._prefix, self._tail_ids):
-            slot = self.manager.allocate_shared_slot(count, replacing=self._prefix)
-            layers: list[Any] = [cache.take_tail() for cache in self._leaves]
-            try:
-                self.manager.quantize_and_store(slot, self._tail_ids, layers, prefix=self._prefix, consume=True)
-            except BaseException:
-                if all(layer is not None for layer in layers):  # nothing was consumed yet
-                    for cache, tail in zip(self._leaves, layers, strict=True):
-                        cache.put_back(tail)
-                raise
+        self.manager.seal(self._prefix, self._leaves, self._tail_ids)
         self._tail_ids, self._logits = [], None
         for cache in self._leaves:
             cache.reset_tail()

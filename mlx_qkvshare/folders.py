@@ -1,10 +1,12 @@
-"""Where the package keeps what it writes for a user, and how a small file is written whole or not at all."""
+"""Where the package keeps what it writes for a user, and how a file is written whole or not at all."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -14,14 +16,16 @@ def default_cache_dir() -> Path:
     return Path.home() / folder / "mlx_qkvshare"
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write `text` so that a reader sees the old file or the new one. Makes the folder; raises `OSError`."""
+@contextlib.contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """A file to write, which takes the place of `path` at the end of the block: a reader sees the old one or the new
+    one. It has the suffix of `path`, whose folder is made. Raises `OSError`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.", suffix=path.suffix)
+    os.close(handle)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
+        yield Path(name)
+        with open(name, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(name, path)
     except BaseException:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from .errors import IntegrityError
 from .prefix import Holding
 from .segment import LayerKV, SharedSegment
-from .spec import CacheSpec, LayerSpec
+from .spec import LayerSpec
 from .table import Record, SegmentTable
 
 
@@ -16,7 +16,7 @@ def require_equal(left_name: str, left: object, right_name: str, right: object) 
         raise IntegrityError(f"[check_integrity] {left_name} is {left}, {right_name} is {right}")
 
 
-def check_table(table: SegmentTable, holdings: Iterable[Holding], spec: CacheSpec, *, checksums: bool) -> None:
+def check_table(table: SegmentTable, holdings: Iterable[Holding], *, checksums: bool) -> None:
     """Views are contiguous, holders and reference counts agree, every segment is listed and has its size.
 
     With `checksums` the packed bytes are hashed again and must be those of the seal.
@@ -32,16 +32,14 @@ def check_table(table: SegmentTable, holdings: Iterable[Holding], spec: CacheSpe
     for slot, record in table.records.items():
         require_equal(f"slot {slot}: holders", record.holders, "live holders", held[slot])
         if record.segment is not None:
-            _check_segment(table, record, record.segment, spec, checksums)
+            _check_segment(table, record, record.segment, checksums)
 
 
-def _check_segment(
-    table: SegmentTable, record: Record, segment: SharedSegment, spec: CacheSpec, checksums: bool
-) -> None:
+def _check_segment(table: SegmentTable, record: Record, segment: SharedSegment, checksums: bool) -> None:
     slot = segment.slot
     require_equal(f"slot {slot}: listed by its parent", slot in table.siblings(record), "expected", True)
     require_equal(f"slot {slot}: segment bytes", segment.nbytes, "counted bytes", record.counted_bytes)
-    for index, (kv, layer) in enumerate(zip(segment.layers, spec.layers, strict=True)):
+    for index, (kv, layer) in enumerate(zip(segment.layers, table.spec.layers, strict=True)):
         if isinstance(kv, LayerKV) and isinstance(layer, LayerSpec):
             rows = layer.sealed_rows(segment.num_tokens)
             for name in ("keys", "values"):

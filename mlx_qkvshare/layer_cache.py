@@ -101,13 +101,18 @@ class LayerCache:
 
     def append(self, keys: mx.array, values: mx.array) -> None:
         """Write rows [1, Hk, L, D] behind the private tail, in place as long as nobody else holds its buffers."""
-        start, stop = self.tail_tokens, self.tail_tokens + keys.shape[2]
-        if self.capacity < stop:
-            self.grow(tail_capacity(stop))
+        step = keys.shape[2]
+        self._make_room(step)
+        start, stop = self.tail_rows, self.tail_rows + step
         assert self.keys is not None and self.values is not None
         self.keys[..., start:stop, :] = keys
         self.values[..., start:stop, :] = values
-        self.tail_tokens = stop
+        self.tail_tokens += step
+
+    def _make_room(self, step: int) -> None:
+        """Room for `step` rows behind the tail."""
+        if self.capacity < self.tail_tokens + step:
+            self.grow(tail_capacity(self.tail_tokens + step))
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """All `offset` tokens in full precision (lazy): the exact fallback of models that read K or V."""
@@ -164,7 +169,7 @@ class LayerCache:
         if self.tail_tokens:
             twin.prefix.reserve_tail(self.tail_tokens)
             # A fresh array object of the exact rows: a write through either cache then copies, never aliases.
-            twin.keys, twin.values = self.tail()
+            twin.keys, twin.values = self._held()
             mx.eval(twin.keys, twin.values)  # views, no bytes; unevaluated they would be bound to this thread
         return twin
 
@@ -184,9 +189,14 @@ class LayerCache:
             yield view.segment, min(view.length, self.shared_tokens - view.start)
 
     def tail(self) -> tuple[mx.array, mx.array]:
-        """The valid rows of the private tail: keys and values [1, Hk, tail_tokens, D]. Needs `tail_tokens` > 0."""
+        """The rows of the private tail that attention reads: keys and values [1, Hk, T, D]. Needs `tail_tokens` > 0."""
+        return self._held()
+
+    def _held(self, rows: slice | None = None) -> tuple[mx.array, mx.array]:
+        """The valid rows of the private tail, or some of them, as views."""
         assert self.keys is not None and self.values is not None
-        return self.keys[..., : self.tail_tokens, :], self.values[..., : self.tail_tokens, :]
+        rows = rows or slice(self.tail_rows)
+        return self.keys[..., rows, :], self.values[..., rows, :]
 
     def materialize(self, role: str) -> mx.array:
         """Keys ("k") or values ("v") of all `offset` tokens in full precision: [1, Hk, offset, D]."""
@@ -239,11 +249,14 @@ class LayerCache:
     def grow(self, num_rows: int) -> None:
         """Make room for `num_rows` rows, keeping the valid ones (lazy). Raises `BudgetExceededError` before it."""
         self.prefix.reserve_tail(num_rows)
-        grown = []
+        self._replace_buffers(self.tail_rows, num_rows)
+
+    def _replace_buffers(self, kept: int, num_rows: int) -> None:
+        """New buffers of `num_rows` rows that begin with the last `kept` ones."""
+        rows, grown = slice(self.tail_rows - kept, self.tail_rows), []
         for buffer, dim in ((self.keys, self.spec.k_head_dim), (self.values, self.spec.v_head_dim)):
-            kept = 0 if buffer is None else self.tail_tokens
             room = mx.zeros((1, self.spec.n_kv_heads, num_rows - kept, dim), self.dtype)
-            grown.append(mx.concatenate([buffer[..., :kept, :], room], axis=2) if buffer is not None and kept else room)
+            grown.append(room if buffer is None or kept == 0 else mx.concatenate([buffer[..., rows, :], room], axis=2))
         self.keys, self.values = grown
 
     def take_tail(self) -> tuple[mx.array, mx.array]:
@@ -267,7 +280,7 @@ class LayerCache:
         self.shared_tokens = self.prefix.num_tokens
 
 
-_NO_LIMIT = 1 << 62
+NO_LIMIT = 1 << 62  # tokens: what fits a layer whose private bytes do not grow any more
 
 
 class WindowLayerCache(LayerCache):
@@ -327,26 +340,19 @@ class WindowLayerCache(LayerCache):
                 yield segment, length
 
     def tail(self) -> tuple[mx.array, mx.array]:
-        assert self.keys is not None and self.values is not None
         first = self._first(self._before) - self.tail_start
-        rows = slice(max(0, first), self.tail_rows)
-        return self.keys[..., rows, :], self.values[..., rows, :]
+        return self._held(slice(max(0, first), self.tail_rows))
 
     def append(self, keys: mx.array, values: mx.array) -> None:
+        super().append(keys, values)
         self._step = keys.shape[2]
-        start = self.tail_rows
-        if self._buffer_rows < start + self._step:
-            self._make_room(self._step)
-            start = self.tail_rows
-        assert self.keys is not None and self.values is not None
-        self.keys[..., start : start + self._step, :] = keys
-        self.values[..., start : start + self._step, :] = values
-        self.tail_tokens += self._step
 
     def _make_room(self, step: int) -> None:
         """Room for `step` rows, by growing up to a window and its slack, then by dropping what no query can see."""
+        if self._buffer_rows >= self.tail_rows + step:
+            return
         wanted = self.tail_tokens + step
-        limit = self.spec.tail_rows(_NO_LIMIT)
+        limit = self.spec.tail_rows(NO_LIMIT)
         if self._dropped == 0 and wanted <= limit:
             self.grow(tail_capacity(wanted))
             return
@@ -361,16 +367,6 @@ class WindowLayerCache(LayerCache):
         if rows > self._buffer_rows:
             self._replace_buffers(self.tail_rows, rows)
 
-    def _replace_buffers(self, kept: int, num_rows: int) -> None:
-        """New buffers of `num_rows` rows that begin with the last `kept` ones."""
-        first = self.tail_rows - kept
-        grown = []
-        for buffer, dim in ((self.keys, self.spec.k_head_dim), (self.values, self.spec.v_head_dim)):
-            room = mx.zeros((1, self.spec.n_kv_heads, num_rows - kept, dim), self.dtype)
-            is_new = buffer is None or kept == 0
-            grown.append(room if is_new else mx.concatenate([buffer[..., first : first + kept, :], room], axis=2))  # type: ignore[index]
-        self.keys, self.values = grown
-
     @property
     def _buffer_rows(self) -> int:
         return super().capacity
@@ -378,7 +374,7 @@ class WindowLayerCache(LayerCache):
     @property
     def capacity(self) -> int:
         rows = self._buffer_rows
-        return _NO_LIMIT if rows >= self.spec.tail_rows(_NO_LIMIT) else rows
+        return NO_LIMIT if rows >= self.spec.tail_rows(NO_LIMIT) else rows
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         """The mask of N new rows over the rows that their step reads; `window_size` may be narrower."""
@@ -417,10 +413,8 @@ class WindowLayerCache(LayerCache):
         return target == 0
 
     def take_tail(self) -> tuple[mx.array, mx.array]:
-        assert self.keys is not None and self.values is not None
         stop = self.tail_rows
-        rows = slice(stop - self.spec.sealed_rows(self.tail_tokens), stop)
-        taken = self.keys[..., rows, :], self.values[..., rows, :]
+        taken = self._held(slice(stop - self.spec.sealed_rows(self.tail_tokens), stop))
         self.keys = self.values = None
         return taken
 
@@ -433,14 +427,9 @@ class WindowLayerCache(LayerCache):
         self._dropped = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WindowLayerCache:
-        rows = self.tail_rows
         twin = super().__deepcopy__(memo)
         assert isinstance(twin, WindowLayerCache)
         twin._dropped = self._dropped
-        if rows:
-            assert self.keys is not None and self.values is not None
-            twin.keys, twin.values = self.keys[..., :rows, :], self.values[..., :rows, :]
-            mx.eval(twin.keys, twin.values)
         return twin
 
 

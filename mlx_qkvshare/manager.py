@@ -90,7 +90,7 @@ class SharedKVCacheManager:
         self._key_factors = [None] * len(spec.layers) if key_factors is None else list(key_factors)
         check_factors(self._key_factors, spec)
         self._lock = threading.RLock()
-        self._table = SegmentTable()
+        self._table = SegmentTable(spec)
         self._holdings: dict[int, Holding] = {}
         self._free_bytes = budget_bytes  # kept as a running balance, which `check_integrity` holds against the table
         self.dropped: collections.deque[int] = collections.deque()  # holders that were garbage collected
@@ -195,6 +195,22 @@ class SharedKVCacheManager:
             self.free_slot(slot)
             raise
 
+    def seal(self, prefix: SharedPrefix, caches: Sequence[Any], token_ids: Sequence[int]) -> None:
+        """Extend `prefix` by `token_ids`, whose rows are the private tails of `caches`, one for each layer: by what
+        stands sealed already, or by a segment of those rows. The caches keep none of them, unless it fails before the
+        first layer is packed."""
+        if not token_ids or self.extend_if_sealed(prefix, token_ids):
+            return
+        slot = self.allocate_shared_slot(len(token_ids), replacing=prefix)
+        layers: list[Any] = [cache.take_tail() for cache in caches]
+        try:
+            self.quantize_and_store(slot, token_ids, layers, prefix=prefix, consume=True)
+        except BaseException:
+            if all(layer is not None for layer in layers):  # nothing was consumed yet
+                for cache, tail in zip(caches, layers, strict=True):
+                    cache.put_back(tail)
+            raise
+
     def _store(self, record: Record, segment: SharedSegment, prefix: SharedPrefix | None) -> SharedPrefix:
         with self._locked():
             prefix = prefix or self._retain(())
@@ -290,7 +306,7 @@ class SharedKVCacheManager:
         `held_tokens` of it the caller has already: only what goes beyond counts as reused in `stats()`.
         """
         with self._locked():
-            views = self._table.longest(tuple(token_ids), self.spec)
+            views = self._table.longest(tuple(token_ids))
             found = views[-1].stop if views else 0
             if found > held_tokens:
                 self._counters["hits"] += 1
@@ -303,7 +319,7 @@ class SharedKVCacheManager:
         """If all of `token_ids` stand sealed behind `prefix` already, extend `prefix` by them and say True."""
         with self._locked():
             self._check_held(prefix.holding)
-            views = self._table.longest((*prefix.token_ids, *token_ids), self.spec, prefix.views)
+            views = self._table.longest((*prefix.token_ids, *token_ids), prefix.views)
             if not token_ids or not views or views[-1].stop != prefix.num_tokens + len(token_ids):
                 return False
             self._counters["reused_tokens"] += len(token_ids)
@@ -499,7 +515,7 @@ class SharedKVCacheManager:
             )
             if not 0 <= stats.free_bytes <= stats.budget_bytes:
                 raise IntegrityError(f"[check_integrity] free is {stats.free_bytes}, budget is {stats.budget_bytes}")
-            check_table(self._table, self._holdings.values(), self.spec, checksums=checksums)
+            check_table(self._table, self._holdings.values(), checksums=checksums)
 
 
 def _check_state(where: str, spec: StateSpec, arrays: Sequence[mx.array]) -> None:

@@ -22,6 +22,7 @@ from .folders import default_cache_dir
 from .gguf_cache import converted, is_whole, recorded_weights
 from .gguf_convert import convert
 from .spec import ITEM_BYTES, CacheSpec, Fingerprint, LayerSpec, StateSpec
+from .state_cache import leaves
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 UNLIMITED_TOKENS = 2**31 - 1
@@ -185,7 +186,7 @@ def describe(model: nn.Module, config: Mapping[str, Any], tokenizer: Any = None)
     name = str(config.get("model_type") or getattr(model, "model_type", type(model).__name__))
     _refuse_dynamic_rope(model, name)
     cache = make_prompt_cache(model)
-    found = [(index, leaf) for index, layer in enumerate(cache) for leaf in getattr(layer, "caches", (layer,))]
+    found: list[tuple[int, Any]] = [(index, leaf) for index, it in enumerate(cache) for leaf in leaves([it])]
     for index, leaf in found:
         _require_known(leaf, f"{name}: layer {index}")
     model(mx.array([[0]]), cache=cache)

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from .errors import InvalidValueError
 from .kernels import build_kernel
-from .quantize import QuantizedTensor, quantize
+from .quantize import Basis, QuantizedTensor, quantize
 from .spec import TensorPlan
 
 
@@ -59,12 +59,8 @@ def quantize_pack_ops(
 ) -> QuantizedTensor:
     """The ops twin of `quantize_pack`: on a CPU the same words, with every stage."""
     _require_stages(x, plan, centre, is_rotated)
-    rows = x.astype(mx.float32)
-    if centre is not None:
-        rows = rows - centre.astype(mx.float32)[:, None]
-    if is_rotated:
-        rows = mx.hadamard_transform(rows)
-    packed, scales, biases = quantize(rows, plan).arrays
+    basis = Basis(is_rotated, None if centre is None else centre.astype(mx.float32)[None, :, None])
+    packed, scales, biases = quantize(basis.enter(x), plan).arrays
     return QuantizedTensor(plan, x.dtype, packed, scales.astype(x.dtype), biases.astype(x.dtype))
 
 

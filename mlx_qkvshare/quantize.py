@@ -167,13 +167,15 @@ def quantize_fitted(x: mx.array, group_size: int, bits: int) -> tuple[mx.array, 
         is_better = tried[0] < best[0]
         best = tuple(mx.where(is_better, new, old) for new, old in zip(tried, best, strict=True))  # type: ignore[assignment]
     _, scale, bias = best
+    mean_value = mx.mean(groups, axis=-1, keepdims=True)
     for _ in range(2):  # least squares: the line through (code, value)
         code = codes(scale, bias)
-        mean, centred = mx.mean(code, axis=-1, keepdims=True), code - mx.mean(code, axis=-1, keepdims=True)
+        mean = mx.mean(code, axis=-1, keepdims=True)
+        centred = code - mean
         spread = mx.sum(centred * centred, axis=-1, keepdims=True)
         slope = mx.sum(centred * groups, axis=-1, keepdims=True) / mx.maximum(spread, 1e-9)
         scale = mx.where((spread > 0) & (slope > 0), slope, scale)
-        bias = mx.mean(groups, axis=-1, keepdims=True) - scale * mean
+        bias = mean_value - scale * mean
     # Rounded as they are stored first, so that the codes are the nearest of what will be read.
     stored = [a.astype(x.dtype) for a in (scale, bias)]
     packed = pack_codes(codes(*(a.astype(mx.float32) for a in stored)).reshape(x.shape), bits)

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import mlx.core as mx
 
 from .errors import InvalidValueError
-from .folders import default_cache_dir, write_whole
+from .folders import default_cache_dir, written_whole
 
 Kind = Literal["one", "batch"]
 """One session with L new tokens, or several that decode one token each."""
@@ -102,7 +102,9 @@ class RouteTable:
         """Write it to `path`, by default where `of_device` looks; returns the path. Raises `OSError`."""
         path = path or _stored_at(self.device)
         points = [{**vars(point), "route": point.route.value} for point in self.points]
-        write_whole(path, json.dumps({"format": 1, "device": self.device, "points": points}, indent=1))
+        text = json.dumps({"format": 1, "device": self.device, "points": points}, indent=1)
+        with written_whole(path) as partial:
+            partial.write_text(text, encoding="utf-8")
         of_device.cache_clear()
         return path
 

@@ -63,12 +63,9 @@ class SharedPromptCache:
     def _seal(self, prefix: SharedPrefix, found: list[LayerCache], token_ids: list[int]) -> None:
         stop = prefix.num_tokens + len(token_ids)
         offsets = {leaf.offset for leaf in found if isinstance(leaf, LayerCache)}
-        if not token_ids or offsets - {stop} or self._manager.extend_if_sealed(prefix, token_ids):
-            return
-        slot = self._manager.allocate_shared_slot(len(token_ids), replacing=prefix)
-        layers = [leaf.take_tail() for leaf in found]
-        self._manager.quantize_and_store(slot, token_ids, layers, prefix=prefix, consume=True)
-        self._manager.compact(prefix)
+        if offsets <= {stop}:
+            self._manager.seal(prefix, found, token_ids)
+            self._manager.compact(prefix)
 
     def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
         """The manager's budget bounds the bytes; what is asked for beyond that drops all that nobody holds."""

@@ -191,16 +191,20 @@ class CacheSpec:
         """Bytes of one full-precision token over all layers that keep rows."""
         return sum(layer.row_bytes(self.item_bytes) for layer in self.attention)
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of all layers that keep one."""
+        return sum(layer.nbytes for layer in self.layers if isinstance(layer, StateSpec))
+
     def private_bytes(self, num_rows: int) -> int:
         """Bytes of a private tail of `num_rows` tokens in full precision, over all layers."""
-        # A state, and the one to go back to if a prefill fails.
-        state = 2 * sum(layer.nbytes for layer in self.layers if isinstance(layer, StateSpec)) if num_rows else 0
+        state = 2 * self.state_bytes if num_rows else 0  # and the one to go back to if a prefill fails
         return state + sum(layer.tail_rows(num_rows) * layer.row_bytes(self.item_bytes) for layer in self.attention)
 
     def context_bytes(self, num_tokens: int) -> int:
         """Bytes of a cache of `num_tokens` tokens in full precision at its exact length, as mlx-lm keeps it."""
-        state = sum(layer.nbytes for layer in self.layers if isinstance(layer, StateSpec))
-        return state + sum(layer.sealed_rows(num_tokens) * layer.row_bytes(self.item_bytes) for layer in self.attention)
+        rows = (layer.sealed_rows(num_tokens) * layer.row_bytes(self.item_bytes) for layer in self.attention)
+        return self.state_bytes + sum(rows)
 
 
 @dataclass(frozen=True)
@@ -291,10 +295,9 @@ class QuantSpec:
 
     def packed_bytes(self, spec: CacheSpec, num_tokens: int, *, start: int = 0) -> int:
         """Exact bytes of a segment of `num_tokens` tokens from token `start` on, over all layers."""
-        total = 0
+        total = spec.state_bytes
         for layer, plan in zip(spec.layers, self.resolve(spec), strict=True):
             if isinstance(layer, StateSpec) or plan is None:
-                total += layer.nbytes  # type: ignore[union-attr]
                 continue
             sinks = self.sinks_of(layer, start, num_tokens)
             rows = layer.sealed_rows(num_tokens) - sinks
@@ -310,9 +313,11 @@ class QuantSpec:
         return self.packed_bytes(spec, 2, start=start) - self.packed_bytes(spec, 1, start=start)
 
 
+SINK_TOKENS = 4
+_SAFE = QuantSpec(8, 8, 64, sink_tokens=SINK_TOKENS, is_rotated=True, is_centred=True)
 PRESETS = {
-    "safe": QuantSpec(8, 8, 64, sink_tokens=4, is_rotated=True, is_centred=True),
-    "balanced": QuantSpec(6, 6, 64, sink_tokens=4, is_rotated=True, is_centred=True),
-    "tight": QuantSpec(4, 4, 64, sink_tokens=4, is_rotated=True, is_centred=True, is_fitted=True),
+    "safe": _SAFE,
+    "balanced": dataclasses.replace(_SAFE, k_bits=6, v_bits=6),
+    "tight": dataclasses.replace(_SAFE, k_bits=4, v_bits=4, is_fitted=True),
 }
 """What `QuantSpec.preset` and the CLI know by name; what each costs in quality: benchmarks/README.md."""

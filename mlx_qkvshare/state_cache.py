@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .layer_cache import LayerCache, PrefixHolder
+from .layer_cache import NO_LIMIT, LayerCache, PrefixHolder
 from .segment import LayerState
 from .spec import StateSpec
 
@@ -22,10 +22,10 @@ def state_class() -> Any:
     from mlx_lm.models.cache import ArraysCache
 
     class SharedState(ArraysCache):
-        cache: list[Any]
         """One layer's state behind all tokens. It can be taken back to the last step that was committed, to where a
         prefill began (`mark`), and to where a segment ends."""
 
+        cache: list[Any]
         can_batch = is_decoding_routed = False
         num_keys = 0
 
@@ -59,7 +59,7 @@ def state_class() -> Any:
         @property
         def capacity(self) -> int:
             """Any number of tokens once the state of its own is budgeted."""
-            return 1 << 62 if self._is_budgeted else 0
+            return NO_LIMIT if self._is_budgeted else 0
 
         def grow(self, num_rows: int) -> None:
             self.prefix.reserve_tail(num_rows)

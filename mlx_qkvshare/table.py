@@ -48,7 +48,8 @@ class Record:
 class SegmentTable:
     """Slots by id. Not locked: the manager locks."""
 
-    def __init__(self) -> None:
+    def __init__(self, spec: CacheSpec) -> None:
+        self.spec = spec
         self.records: dict[int, Record] = {}
         self.roots: set[int] = set()
         self._moved: dict[int, tuple[int, int]] = {}  # compacted slot -> (slot that took its words, first token in it)
@@ -74,21 +75,19 @@ class SegmentTable:
 
     # --- matching ------------------------------------------------------------------------------------
 
-    def longest(
-        self, wanted: tuple[int, ...], spec: CacheSpec, behind: tuple[SegmentView, ...] = ()
-    ) -> tuple[SegmentView, ...]:
+    def longest(self, wanted: tuple[int, ...], behind: tuple[SegmentView, ...] = ()) -> tuple[SegmentView, ...]:
         """Views of the longest stored prefix of `wanted` that continues `behind` (or starts at token 0), and that a
         model can go on from."""
         if not behind:
-            return self._longest(wanted, spec, self.roots, ())
+            return self._longest(wanted, self.roots, ())
         # The last segment may itself go on beyond its view, so it is a candidate like its children.
-        found = self._longest(wanted, spec, {behind[-1].segment.slot}, behind[:-1])
+        found = self._longest(wanted, {behind[-1].segment.slot}, behind[:-1])
         return found if found and found[-1].stop >= behind[-1].stop else behind
 
     def _longest(
-        self, wanted: tuple[int, ...], spec: CacheSpec, candidates: Iterable[int], before: tuple[SegmentView, ...]
+        self, wanted: tuple[int, ...], candidates: Iterable[int], before: tuple[SegmentView, ...]
     ) -> tuple[SegmentView, ...]:
-        best = readable(before, spec)
+        best = readable(before, self.spec)
         for slot in candidates:
             record = self.records[slot]
             segment = record.segment
@@ -98,7 +97,7 @@ class SegmentTable:
             if length == 0:
                 continue
             views = (*truncate_views(before, segment.start), SegmentView(segment, length))
-            views = self._longest(wanted, spec, record.children, views)
+            views = self._longest(wanted, record.children, views)
             if _stop(views) > _stop(best):
                 best = views
         return best

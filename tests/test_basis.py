@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from core_helpers import FULL, loaded, logits_behind, make_spec, normal, stock_logits, store
 from reference import T, assert_consistent, cold, probe, some_ids
+from tiny import SLIDING
 
 from mlx_qkvshare import (
     AgentBatch,
@@ -31,8 +32,6 @@ SMALL = [
     QuantSpec(8, 4, 32, is_rotated=True, is_fitted=True),
     QuantSpec(16, 4, 32, sink_tokens=2, is_rotated=True, is_centred=True),
 ]
-
-SLIDING = {"model_type": "gemma3_text", "sliding_window": 16, "sliding_window_pattern": 2}
 
 
 def outlying(*shape: int, seed: int = 0) -> mx.array:
@@ -164,9 +163,7 @@ def test_a_centre_of_few_rows_is_not_taken_over():
 
 
 @pytest.mark.parametrize("quant", SMALL, ids=str)
-@pytest.mark.parametrize(
-    "family", [{}, {"model_type": "gemma3_text", "sliding_window": 16, "sliding_window_pattern": 2}]
-)
+@pytest.mark.parametrize("family", [{}, SLIDING], ids=["full", "window"])
 def test_every_way_to_read_a_context_gives_the_same_logits(quant, family):
     model = loaded(**family)
     manager = SharedKVCacheManager(model.spec, quant)

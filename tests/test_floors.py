@@ -38,7 +38,7 @@ FLOORS = {
     "part_kernel": 2.1,
     "pack_kernel": 2.1,
     "cascade_kernel": 2.5,
-    "model": 2,
+    "model": 2.2,
     "chat": 2,
     "manager": 3,
     "attention": 3,

@@ -15,6 +15,7 @@ from core_helpers import FULL, K8V8, loaded, logits_behind, stock_logits
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tiny import RECURRENT
 
 from mlx_qkvshare import (
     AgentSession,
@@ -58,12 +59,8 @@ ARCHITECTURES = {
     "full": {},
     "window": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6},
     # One layer that convolves, one that attends.
-    "state": {
-        "model_type": "lfm2", "norm_eps": 1e-5, "conv_bias": False, "conv_L_cache": 3, "block_dim": 32,
-        "block_ff_dim": 32, "block_multiple_of": 8, "block_ffn_dim_multiplier": 1.0,
-        "block_auto_adjust_ff_dim": False, "full_attn_idxs": [1],
-    },
-}  # fmt: skip
+    "state": RECURRENT | {"block_dim": 32, "block_ff_dim": 32, "block_multiple_of": 8},
+}
 
 
 @functools.cache

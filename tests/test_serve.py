@@ -18,19 +18,12 @@ from cli_run import COMMAND, save_tiny
 from core_helpers import FULL, K8V8, loaded, stock_logits
 from mlx_lm.generate import generate_step
 from reference import some_ids
+from tiny import RECURRENT, SLIDING
 
 from mlx_qkvshare import SharedKVCacheManager, quantized_attention
 from mlx_qkvshare.serve import SharedPromptCache, shared_server
 
-ARCHITECTURES = {
-    "full": {},
-    "window": {"model_type": "gemma3_text", "sliding_window": 16, "sliding_window_pattern": 2},
-    "state": {
-        "model_type": "lfm2", "norm_eps": 1e-5, "conv_bias": False, "conv_L_cache": 3, "block_dim": 128,
-        "block_ff_dim": 256, "block_multiple_of": 32, "block_ffn_dim_multiplier": 1.0,
-        "block_auto_adjust_ff_dim": False, "full_attn_idxs": [1],
-    },
-}  # fmt: skip
+ARCHITECTURES = {"full": {}, "window": SLIDING, "state": RECURRENT}
 
 
 def serve_once(cache: SharedPromptCache, model, prompt: list[int], num_tokens: int) -> tuple[list[int], int]:

@@ -11,7 +11,7 @@ from core_helpers import FINGERPRINT, FULL, K8V8, loaded, logits_behind, normal,
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import RotatingKVCache
 from reference import assert_warm_is_cold, some_ids
-from tiny import tiny_tokenizer
+from tiny import RECURRENT, SLIDING, tiny_tokenizer
 from zoo_configs import build
 
 from mlx_qkvshare import (
@@ -28,24 +28,19 @@ from mlx_qkvshare import (
 from mlx_qkvshare.model import LoadedModel, describe
 from mlx_qkvshare.spec import LayerSpec, StateSpec
 
-WINDOW = 16
-SLIDING = {"model_type": "gemma3_text", "sliding_window": WINDOW, "sliding_window_pattern": 3, "layers": 3}
-RECURRENT = {
-    "model_type": "lfm2", "layers": 3, "norm_eps": 1e-5, "conv_bias": False, "conv_L_cache": 3, "block_dim": 128,
-    "block_ff_dim": 256, "block_multiple_of": 32, "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": False,
-    "full_attn_idxs": [1],
-}  # fmt: skip
+WINDOW = SLIDING["sliding_window"]
 PACKED, DEQUANTIZE = QuantizedAttention(Route.PACKED), QuantizedAttention(Route.DEQUANTIZE)
 
 
 @pytest.fixture(scope="module")
 def sliding():
-    return loaded(**SLIDING)
+    """Two of three layers slide."""
+    return loaded(**SLIDING | {"sliding_window_pattern": 3}, layers=3)
 
 
 @pytest.fixture(scope="module")
 def recurrent():
-    return loaded(**RECURRENT)
+    return loaded(**RECURRENT, layers=3)
 
 
 @pytest.fixture

@@ -34,6 +34,21 @@ _SHORT_NAMES = {
     "max_position": "max_position_embeddings",
 }
 
+# Of other kinds than T: layers that slide over a window, and layers that keep a state.
+SLIDING = {"model_type": "gemma3_text", "sliding_window": 16, "sliding_window_pattern": 2}
+RECURRENT = {
+    "model_type": "lfm2",
+    "norm_eps": 1e-5,
+    "conv_bias": False,
+    "conv_L_cache": 3,
+    "block_dim": 128,
+    "block_ff_dim": 256,
+    "block_multiple_of": 32,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_auto_adjust_ff_dim": False,
+    "full_attn_idxs": [1],
+}
+
 _CORPUS = """
 The planner reads the document and writes down what has to be done. The researcher looks for the facts that the
 planner asked for, and the writer turns them into an answer. Each of the three agents sees the same context, since
