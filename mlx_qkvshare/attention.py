@@ -9,7 +9,7 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +95,17 @@ class QuantizedAttention:
             keys, values = cache.keys_and_values()
             return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
         return _attend_packed(queries, cache, parts, scale=scale, mask=mask, sinks=sinks)
+
+
+@dataclass(frozen=True)
+class WatchedAttention(QuantizedAttention):
+    """Attention that shows its queries [1, H, L, D], not scaled yet, to `watch(layer, queries, scale)`."""
+
+    watch: Callable[[int, mx.array, float], None] = lambda layer, queries, scale: None
+
+    def attend(self, queries: mx.array, cache: Any, *, scale: float, **options: Any) -> mx.array:
+        self.watch(cache.layer, queries, scale)
+        return super().attend(queries, cache, scale=scale, **options)
 
 
 def _bits_of(parts: Iterable[tuple[KVBlock, int]]) -> int:

@@ -33,6 +33,24 @@ def stock_quantized(layers: Sequence[Any], quant: QuantSpec) -> list[Any] | None
         return None
 
 
+def stock_prefilled_quantized(lm: LoadedModel, tokens: Sequence[int], quant: QuantSpec) -> list[Any] | None:
+    """mlx-lm's caches of `tokens` as its `kv_bits` makes them, quantizing while it prefills; None where it refuses."""
+    from mlx_lm.generate import generate_step
+    from mlx_lm.models.cache import make_prompt_cache
+
+    layers = make_prompt_cache(lm.model)
+    if stock_quantized(layers, quant) is None:
+        return None
+    options: dict[str, Any] = {"kv_bits": quant.k_bits, "kv_group_size": quant.group_size, "quantized_kv_start": 0}
+    steps = generate_step(
+        mx.array(list(tokens)), lm.model, prompt_cache=layers, max_tokens=0, prefill_step_size=PREFILL_STEP, **options
+    )
+    for _ in steps:
+        pass
+    mx.eval([layer.state for layer in layers])
+    return layers
+
+
 class StockCache:
     """mlx-lm's own prompt cache of `tokens`, prefilled in full precision."""
 

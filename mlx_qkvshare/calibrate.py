@@ -6,40 +6,22 @@ Letters: H query heads, Hk KV heads, R = H / Hk, L new tokens, T tokens, D head 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from .attention import QuantizedAttention
+from .attention import WatchedAttention
 from .errors import InvalidValueError
-from .folders import default_cache_dir, written_whole
 from .layer_cache import LayerCache
-from .manager import SharedKVCacheManager, check_factors
-from .measure import sample_tokens
+from .manager import SharedKVCacheManager
+from .passages import CALIBRATION_TEXT, text_of, tokens_of
 from .session import AgentSession
-from .spec import FULL_PRECISION_BITS, SINK_TOKENS, CacheSpec, QuantSpec
+from .spec import FULL_PRECISION_BITS, SINK_TOKENS, QuantSpec
 
 if TYPE_CHECKING:
     from .model import LoadedModel
 
 _FLOOR = 0.01  # of the mean: a channel that is hardly used must not be blown up
-
-
-@dataclass(frozen=True)
-class _Recorder(QuantizedAttention):
-    """Attention that sums up the squares of the queries of every layer, channel by channel: [Hk, D]."""
-
-    squares: dict[int, mx.array] = field(default_factory=dict)
-
-    def attend(self, queries: mx.array, cache: Any, **options: Any) -> mx.array:
-        num_kv_heads = cache.spec.n_kv_heads
-        rows = queries.astype(mx.float32).reshape(num_kv_heads, -1, queries.shape[-1])
-        found = mx.sum(rows * rows, axis=1)
-        self.squares[cache.layer] = self.squares.get(cache.layer, 0) + found
-        mx.async_eval(self.squares[cache.layer])
-        return super().attend(queries, cache, **options)
 
 
 def calibrate(
@@ -58,14 +40,20 @@ def calibrate(
     Raises:
         InvalidValueError: fewer than 64 tokens, of which nothing could be learnt.
     """
-    ids = list(token_ids) if token_ids is not None else sample_tokens(lm.tokenizer, num_tokens)
+    ids = list(token_ids) if token_ids is not None else tokens_of(lm.tokenizer, text_of(CALIBRATION_TEXT), num_tokens)
     if len(ids) < 64:
         raise InvalidValueError(f"[calibrate] token_ids: expected 64 or more, got {len(ids)}")
-    recorder = _Recorder()
+    squares: dict[int, mx.array] = {}
+
+    def add(layer: int, queries: mx.array, scale: float) -> None:
+        rows = queries.astype(mx.float32).reshape(manager.spec.layers[layer].n_kv_heads, -1, queries.shape[-1])  # type: ignore[union-attr]
+        squares[layer] = squares.get(layer, 0) + mx.sum(rows * rows, axis=1)
+        mx.async_eval(squares[layer])
+
     manager = SharedKVCacheManager(lm.spec, QuantSpec(FULL_PRECISION_BITS, FULL_PRECISION_BITS))
-    with AgentSession("calibrate", lm, manager, attention=recorder) as session:
+    with AgentSession("calibrate", lm, manager, attention=WatchedAttention(watch=add)) as session:
         session.prefill(ids, progress=progress)
-        return [_factors(leaf, recorder.squares.get(index)) for index, leaf in enumerate(session._leaves)]
+        return [_factors(leaf, squares.get(index)) for index, leaf in enumerate(session._leaves)]
 
 
 def _factors(cache: Any, squares: mx.array | None) -> mx.array | None:
@@ -79,28 +67,3 @@ def _factors(cache: Any, squares: mx.array | None) -> mx.array | None:
     factors = (factors / mx.mean(factors, axis=-1, keepdims=True))[None, :, None]  # only their ratios matter
     mx.eval(factors)
     return factors
-
-
-def save_factors(factors: Sequence[mx.array | None], spec: CacheSpec, folder: Path | None = None) -> Path:
-    """Keep them for this model, named by its fingerprint. Raises `OSError`."""
-    path = _path(spec, folder)
-    with written_whole(path) as partial:
-        mx.save_safetensors(str(partial), {str(i): f for i, f in enumerate(factors) if f is not None})
-    return path
-
-
-def load_factors(spec: CacheSpec, folder: Path | None = None) -> list[mx.array | None] | None:
-    """What was kept for this model, or None; a file that does not fit counts as none."""
-    path = _path(spec, folder)
-    try:
-        found: Any = mx.load(str(path))
-        factors = [found.get(str(index)) for index in range(len(spec.layers))]
-        mx.eval([f for f in factors if f is not None])
-        check_factors(factors, spec)
-    except (OSError, RuntimeError, InvalidValueError):
-        return None
-    return factors
-
-
-def _path(spec: CacheSpec, folder: Path | None) -> Path:
-    return (folder or default_cache_dir()) / f"key-factors-{spec.fingerprint.digest}.safetensors"

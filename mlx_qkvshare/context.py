@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from .attention import QuantizedAttention, nan_error, quantized_attention, require_finite
+from .attention import QuantizedAttention, WatchedAttention, nan_error, quantized_attention, require_finite
 from .errors import (
     BudgetExceededError,
     ContextLimitError,
@@ -22,13 +22,14 @@ from .errors import (
     SessionClosedError,
     UnsupportedModelError,
 )
+from .guard import Looked
 from .layer_cache import LayerCache, tail_capacity
 from .manager import SharedKVCacheManager
 from .prefix import SharedPrefix
 from .sampling import Sampling
 from .segment import readable, truncate_views
 from .spec import WINDOW_SLACK_TOKENS
-from .state_cache import leaves
+from .state_cache import grouped, leaves
 
 if TYPE_CHECKING:
     from .model import LoadedModel
@@ -299,7 +300,7 @@ class TokenContext:
 
     def _seal(self) -> int:
         count = len(self._tail_ids)
-        self.manager.seal(self._prefix, self._leaves, self._tail_ids)
+        self.manager.seal(self._prefix, self._leaves, self._tail_ids, look=self.look)
         self._tail_ids, self._logits = [], None
         for cache in self._leaves:
             cache.reset_tail()
@@ -307,6 +308,26 @@ class TokenContext:
         if count:
             self.manager.compact(self._prefix)
         return count
+
+    def look(self, num_tokens: int) -> dict[int, Looked]:
+        """What every layer's attention asks for the last `num_tokens` tokens, or fewer: they run once more on the rows
+        that are there, which costs a step of decoding and leaves no trace."""
+        found: dict[int, Looked] = {}
+
+        def keep(layer: int, queries: mx.array, scale: float) -> None:
+            found[layer] = Looked(queries, scale)
+
+        seen = [cache for cache in self._leaves if isinstance(cache, LayerCache)]
+        num_tokens = min([num_tokens, *(cache.tail_rows for cache in seen)])
+        if not all(cache.can_stand_at(self.num_tokens - num_tokens) for cache in seen):
+            num_tokens = 1
+        caches = grouped([cache.replay(num_tokens) for cache in self._leaves], self.manager.spec.grouping)
+        watched = WatchedAttention(self._attention.route, self._attention.table, watch=keep)
+        with quantized_attention(watched):
+            self._model.model(mx.array(self._tail_ids[-num_tokens:])[None], cache=caches)
+        mx.eval([looked.queries for looked in found.values()])
+        mx.clear_cache()  # packed arrays would be put into its buffers, which may be too large
+        return found
 
     def _reachable(self, target: int) -> int:
         """How many of the first `target` tokens can be kept: all, or as many as the model can go on from."""

@@ -9,6 +9,10 @@ class InvalidValueError(QKVShareError, ValueError):
     """An argument or setting is out of its documented range."""
 
 
+class UnsafeQuantError(QKVShareError, ValueError):
+    """The doctor measured that these bits damage this model; the message says what to take instead."""
+
+
 class ModelLoadError(QKVShareError):
     """The model cannot be found, downloaded, converted or read."""
 

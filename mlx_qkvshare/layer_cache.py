@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, Protocol
@@ -75,6 +76,7 @@ class LayerCache:
         self.values: mx.array | None = None
         self._routed_shapes: set[bool] = set()  # has one-row / many-row attention reached `attend` before?
         self.can_batch = True  # may sessions take one step together on this layer?
+        self._num_replayed = 0  # rows of the next step that stand in the tail already
 
     # --- the contract of mlx-lm -------------------------------------------------------------------
 
@@ -102,6 +104,10 @@ class LayerCache:
     def append(self, keys: mx.array, values: mx.array) -> None:
         """Write rows [1, Hk, L, D] behind the private tail, in place as long as nobody else holds its buffers."""
         step = keys.shape[2]
+        if self._num_replayed:
+            assert step == self._num_replayed, (step, self._num_replayed)
+            self.tail_tokens, self._num_replayed = self.tail_tokens + step, 0
+            return
         self._make_room(step)
         start, stop = self.tail_rows, self.tail_rows + step
         assert self.keys is not None and self.values is not None
@@ -171,6 +177,14 @@ class LayerCache:
             # A fresh array object of the exact rows: a write through either cache then copies, never aliases.
             twin.keys, twin.values = self._held()
             mx.eval(twin.keys, twin.values)  # views, no bytes; unevaluated they would be bound to this thread
+        return twin
+
+    def replay(self, num_tokens: int) -> LayerCache:
+        """A twin that stands before the tail's last `num_tokens` tokens, and reads the rows that it has when they are
+        appended once more: nothing is written or copied."""
+        assert 0 < num_tokens <= self.tail_rows, (num_tokens, self.tail_rows)
+        twin = copy.copy(self)
+        twin.tail_tokens, twin._num_replayed = self.tail_tokens - num_tokens, num_tokens
         return twin
 
     # --- what attention and the session need -------------------------------------------------------

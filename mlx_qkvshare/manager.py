@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import secrets
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from .errors import (
     NonFiniteError,
     SessionClosedError,
 )
+from .guard import Guard, Looked, Raised, attention_error, key_outlier, raised_bits
 from .integrity import check_table, require_equal
 from .layer_cache import ChunkLayerCache, LayerCache, WindowLayerCache
 from .prefix import Holding, SharedPrefix
@@ -33,15 +34,24 @@ from .segment import KVBlock, LayerKV, LayerState, SegmentView, SharedSegment, l
 from .spec import CacheSpec, LayerPlan, LayerSpec, QuantSpec, StateSpec, full_precision
 from .state_cache import grouped, snapshot, state_class
 from .table import Record, SegmentTable, SharedSlot, can_join
+from .verdict import Factors, check_factors, choose
 
 _CACHES = {"full": LayerCache, "window": WindowLayerCache, "chunk": ChunkLayerCache}
 DEFAULT_BUDGET_BYTES = 4 * 2**30
+_GUARD = Guard()
+_LOOKED_TOKENS = 8  # whose queries the guard tries
+_KEPT_RAISED = 256
+_NOTHING: Mapping[int, Looked] = {}
 _MIN_SAMPLED = 64  # rows whose mean is good enough for what follows
 
 
 @dataclass(frozen=True)
 class ManagerStats:
-    """`used + free == budget` and `used == evictable + protected`; private tails are protected bytes."""
+    """`used + free == budget` and `used == evictable + protected`; private tails are protected bytes.
+
+    The guard looked at `num_guarded_layers` layers as they were sealed, found `worst_attention_error` in what it let
+    pass, and gave more bits to `num_raised_layers`, the last of which are in `raised`.
+    """
 
     budget_bytes: int
     used_bytes: int
@@ -56,6 +66,10 @@ class ManagerStats:
     reused_tokens: int
     num_evictions: int
     num_compactions: int
+    num_guarded_layers: int
+    num_raised_layers: int
+    worst_attention_error: float
+    raised: tuple[Raised, ...]
 
 
 class SharedKVCacheManager:
@@ -63,10 +77,13 @@ class SharedKVCacheManager:
 
     Args:
         spec: the model's cache layout; its fingerprint binds the segments to the model.
-        quant: bits and group size of every segment in here.
+        quant: how every segment in here is packed: a `QuantSpec`, a preset's name, or None for what `qkvshare doctor`
+            found best for this model, `safe` if it was never asked.
         budget_bytes: the limit for packed segments, private tails and reservations together.
         key_factors: of every layer's keys, [1, Hk, 1, D] or None, see `calibrate`: a model's own constants, which make
-            4 bits better. They are not counted.
+            4 bits better. They are not counted. None takes those that the doctor kept, if a preset is better with them.
+        allow_unsafe: take a `quant` that the doctor refused for this model, which raises `UnsafeQuantError` otherwise.
+        guard: raises the bits of layers whose attention a seal would damage, and says so in `stats()`; None for none.
 
     `id` tells its slots from another manager's. All methods may be called from any thread. Nothing is
     written to a segment after it is stored.
@@ -75,20 +92,26 @@ class SharedKVCacheManager:
     def __init__(
         self,
         spec: CacheSpec,
-        quant: QuantSpec | None = None,
+        quant: QuantSpec | str | None = None,
         *,
         budget_bytes: int = DEFAULT_BUDGET_BYTES,
-        key_factors: Sequence[mx.array | None] | None = None,
+        key_factors: Factors | None = None,
+        allow_unsafe: bool = False,
+        guard: Guard | None = _GUARD,
     ):
         if not isinstance(budget_bytes, int) or budget_bytes <= 0:
             raise InvalidValueError(f"[SharedKVCacheManager] budget_bytes: expected an int > 0, got {budget_bytes!r}")
-        self.spec, self.quant, self.budget_bytes = spec, quant or QuantSpec(), budget_bytes
+        self.spec, self.budget_bytes = spec, budget_bytes
+        self.quant, factors = choose(spec, quant, key_factors, allow_unsafe=allow_unsafe)
         self.id = secrets.token_hex(8)
         self.plans = self.quant.resolve(spec)
         self.packed_token_bytes = self.quant.packed_token_bytes(spec)
         self._value_basis = Basis(is_rotated=True) if self.quant.is_rotated else None
-        self._key_factors = [None] * len(spec.layers) if key_factors is None else list(key_factors)
+        self._key_factors = [None] * len(spec.layers) if factors is None else list(factors)
         check_factors(self._key_factors, spec)
+        self._guard = guard if self.quant.is_packed else None
+        self._raised: collections.deque[Raised] = collections.deque(maxlen=_KEPT_RAISED)
+        self._worst_error = 0.0
         self._lock = threading.RLock()
         self._table = SegmentTable(spec)
         self._holdings: dict[int, Holding] = {}
@@ -158,6 +181,7 @@ class SharedKVCacheManager:
         *,
         prefix: SharedPrefix | None = None,
         consume: bool = False,
+        looked: Mapping[int, Looked] = _NOTHING,
     ) -> SharedPrefix:
         """Quantize full-precision K/V once, freeze them in `slot`, and extend `prefix` (or a new one) by the segment.
 
@@ -166,6 +190,7 @@ class SharedKVCacheManager:
                 min(T, window) rows; of a layer with a state its arrays behind the last token.
             prefix: the holder behind whose tokens the K/V were computed.
             consume: empty `layers` one by one, so that packed and full precision never both exist whole.
+            looked: the queries of the last tokens by layer, with which the guard tries what was packed.
 
         Raises:
             NonFiniteError, InvalidValueError: the slot is free again, `prefix` and `layers` are as they were.
@@ -183,28 +208,34 @@ class SharedKVCacheManager:
             self._check_context(prefix, len(token_ids))
             self.check_storable(token_ids, layers)
             start = prefix.num_tokens if prefix else 0
-            packed = tuple(self._pack(slot, start, layers, prefix.views if prefix else (), consume))
+            packed = tuple(self._pack(slot, start, layers, prefix.views if prefix else (), consume, looked))
             segment = SharedSegment(
                 slot.slot, start, tuple(token_ids), packed, self.quant,
                 self.spec.fingerprint.digest, layers_checksum(packed),
             )  # fmt: skip
-            expected = self.quant.packed_bytes(self.spec, len(token_ids), start=start)
-            assert segment.nbytes == expected, (segment.nbytes, expected)
             return self._store(record, segment, prefix)
         except BaseException:
             self.free_slot(slot)
             raise
 
-    def seal(self, prefix: SharedPrefix, caches: Sequence[Any], token_ids: Sequence[int]) -> None:
+    def seal(
+        self,
+        prefix: SharedPrefix,
+        caches: Sequence[Any],
+        token_ids: Sequence[int],
+        *,
+        look: Callable[[int], Mapping[int, Looked]] | None = None,
+    ) -> None:
         """Extend `prefix` by `token_ids`, whose rows are the private tails of `caches`, one for each layer: by what
         stands sealed already, or by a segment of those rows. The caches keep none of them, unless it fails before the
-        first layer is packed."""
+        first layer is packed. `look(n)` tells what attention asks for the last n tokens (`quantize_and_store`)."""
         if not token_ids or self.extend_if_sealed(prefix, token_ids):
             return
+        looked = look(_LOOKED_TOKENS) if look and self._guard else _NOTHING
         slot = self.allocate_shared_slot(len(token_ids), replacing=prefix)
         layers: list[Any] = [cache.take_tail() for cache in caches]
         try:
-            self.quantize_and_store(slot, token_ids, layers, prefix=prefix, consume=True)
+            self.quantize_and_store(slot, token_ids, layers, prefix=prefix, consume=True, looked=looked)
         except BaseException:
             if all(layer is not None for layer in layers):  # nothing was consumed yet
                 for cache, tail in zip(caches, layers, strict=True):
@@ -232,7 +263,13 @@ class SharedKVCacheManager:
             )
 
     def _pack(
-        self, slot: SharedSlot, start: int, layers: list[Any], views: tuple[SegmentView, ...], consume: bool
+        self,
+        slot: SharedSlot,
+        start: int,
+        layers: list[Any],
+        views: tuple[SegmentView, ...],
+        consume: bool,
+        looked: Mapping[int, Looked],
     ) -> Iterator[LayerKV | LayerState]:
         for index, (spec, plan) in enumerate(zip(self.spec.layers, self.plans, strict=True)):
             packed: LayerKV | LayerState
@@ -240,20 +277,55 @@ class SharedKVCacheManager:
                 packed = snapshot(layers[index])
                 mx.eval(*packed.arrays)
             else:
-                keys, values = layers[index]
                 sinks = self.quant.sinks_of(spec, start, slot.num_tokens)
-                blocks = [self._keep(keys[:, :, :sinks], values[:, :, :sinks])] if sinks else []
-                if sinks < keys.shape[2]:
-                    behind = views[-1].segment.layers[index] if views else None
-                    rows = (keys[:, :, sinks:], values[:, :, sinks:]) if sinks else (keys, values)
-                    basis = self._basis(slot.slot, rows[0], behind, self._key_factors[index])
-                    blocks.append(self._quantize(plan, *rows, basis))
-                packed = LayerKV(tuple(blocks))
-                del keys, values
+                behind = views[-1].segment.layers[index] if views else None
+                packed = self._pack_layer(slot.slot, index, plan, layers[index], sinks, behind, looked.get(index))
             if consume:
                 layers[index] = None
                 mx.clear_cache()  # hand the freed rows back at once: the peak stays one layer above the cache
             yield packed
+
+    def _pack_layer(
+        self,
+        slot: int,
+        index: int,
+        plan: LayerPlan,
+        rows: tuple[mx.array, mx.array],
+        sinks: int,
+        behind: LayerKV | LayerState | None,
+        looked: Looked | None,
+    ) -> LayerKV:
+        keys, values = rows
+        kept = [self._keep(keys[:, :, :sinks], values[:, :, :sinks])] if sinks else []
+        if sinks == keys.shape[2]:
+            return LayerKV(tuple(kept))
+        left = (keys[:, :, sinks:], values[:, :, sinks:]) if sinks else rows
+        basis = self._basis(slot, left[0], behind, self._key_factors[index])
+        blocks = (*kept, self._quantize(plan, *left, basis))
+        if self._guard is None or not plan.is_packed:
+            return LayerKV(blocks)
+        error, outlier = first = self._try(looked, rows, blocks)
+        while self._guard.is_bad(error, outlier, plan):
+            raised = self.quant.raised(raised_bits(plan)).resolve_layer(self.spec, index)
+            assert raised is not None
+            plan = raised
+            if not plan.is_packed:
+                blocks, error = (*kept, self._keep(*left)), 0.0
+                break
+            blocks = (*kept, self._quantize(plan, *left, basis))
+            error, outlier = self._try(looked, rows, blocks)
+        with self._lock:
+            self._counters["guarded"] += 1
+            self._worst_error = max(self._worst_error, error or 0.0)
+            if plan != self.plans[index]:
+                self._counters["raised"] += 1
+                self._raised.append(Raised(slot, index, plan.keys.bits, *first))
+        return LayerKV(blocks)
+
+    def _try(
+        self, looked: Looked | None, rows: tuple[mx.array, mx.array], blocks: tuple[KVBlock, ...]
+    ) -> tuple[float | None, float]:
+        return attention_error(looked, *rows, blocks) if looked else None, key_outlier(blocks)
 
     def _keep(self, keys: mx.array, values: mx.array) -> KVBlock:
         """A block in full precision, of arrays of its own: views would hold the whole tail."""
@@ -498,6 +570,10 @@ class SharedKVCacheManager:
                 reused_tokens=count["reused_tokens"],
                 num_evictions=count["evictions"],
                 num_compactions=count["compactions"],
+                num_guarded_layers=count["guarded"],
+                num_raised_layers=count["raised"],
+                worst_attention_error=self._worst_error,
+                raised=tuple(self._raised),
             )
 
     def segments(self) -> tuple[SharedSegment, ...]:
@@ -531,17 +607,3 @@ def _require_finite(what: str, x: mx.array) -> None:
     # One by one: the temporaries of all layers together would outweigh the packed segment.
     if not mx.all(mx.isfinite(x)).item():
         raise NonFiniteError(f"{what}: expected finite values, got NaN or infinity")
-
-
-def check_factors(factors: Sequence[mx.array | None], spec: CacheSpec) -> None:
-    """Raise `InvalidValueError` unless `factors` are positive numbers for the keys of such layers."""
-    if len(factors) != len(spec.layers):
-        raise InvalidValueError(f"[key_factors] expected {len(spec.layers)} layers, got {len(factors)}")
-    for index, (factor, layer) in enumerate(zip(factors, spec.layers, strict=True)):
-        if factor is None:
-            continue
-        expected = (1, layer.n_kv_heads, 1, layer.k_head_dim) if isinstance(layer, LayerSpec) else None
-        if factor.shape != expected:
-            raise InvalidValueError(f"[key_factors] layer {index}: expected shape {expected}, got {factor.shape}")
-        if not mx.all(mx.isfinite(factor) & (factor > 0)).item():
-            raise InvalidValueError(f"[key_factors] layer {index}: expected finite numbers above 0")

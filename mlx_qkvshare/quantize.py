@@ -5,6 +5,7 @@ Letters: Hk KV heads, T tokens, D head dim, P padded dim, G group size, M rows o
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -117,6 +118,16 @@ class QuantizedTensor:
         if num_tokens == self.num_tokens:
             return whole
         return tuple(None if a is None else a[:, :, :num_tokens] for a in whole)  # type: ignore[return-value]
+
+    def of_heads(self, heads: slice) -> QuantizedTensor:
+        """Some of the KV heads, as views."""
+        basis = self.basis
+        if basis is not None:
+            centre, scale = (None if a is None else a[:, heads] for a in (basis.centre, basis.scale))
+            basis = dataclasses.replace(basis, centre=centre, scale=scale)
+        packed, scales, biases = (None if a is None else a[:, heads] for a in (self.packed, self.scales, self.biases))
+        assert packed is not None
+        return dataclasses.replace(self, packed=packed, scales=scales, biases=biases, basis=basis)
 
 
 def pad_last(x: mx.array, width: int, *, mode: Literal["constant", "edge"]) -> mx.array:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from .errors import InvalidValueError
 
@@ -64,6 +66,10 @@ class LayerPlan:
 
     keys: TensorPlan
     values: TensorPlan
+
+    @property
+    def is_packed(self) -> bool:
+        return self.keys.is_quantized or self.values.is_quantized
 
 
 @dataclass(frozen=True)
@@ -221,6 +227,8 @@ class QuantSpec:
     `is_rotated`: keys and values are packed after a Walsh-Hadamard transform, which spreads what stands out.
     `is_centred`: keys are packed less their mean over the segment, channel by channel.
     `is_fitted`: a group's range is fitted for the least squared error; pays at 4 bits and below.
+    `layer_bits`: (layer, k_bits, v_bits) of layers that differ; -1 is the last one. Where one side differs from
+        `k_bits` and `v_bits` in a few layers only, as to protect the first and the last.
 
     Where `group_size` does not divide a head dim, `resolve_tensor` picks among the group sizes up
     to the asked one the cheapest packing in bytes per row, padding the row to whole groups: 96 takes
@@ -234,8 +242,12 @@ class QuantSpec:
     is_rotated: bool = False
     is_centred: bool = False
     is_fitted: bool = False
+    layer_bits: tuple[tuple[int, int, int], ...] = ()
 
     def __post_init__(self) -> None:
+        for entry in self.layer_bits:
+            is_known = len(entry) == 3 and isinstance(entry[0], int) and set(entry[1:]) <= set(SUPPORTED_BITS)
+            _require(is_known, f"[QuantSpec] layer_bits: expected (layer, k_bits, v_bits), got {entry!r}")
         _require(
             isinstance(self.sink_tokens, int) and self.sink_tokens >= 0,
             f"[QuantSpec] sink_tokens: expected an int >= 0, got {self.sink_tokens!r}",
@@ -256,13 +268,37 @@ class QuantSpec:
             raise InvalidValueError(f"[QuantSpec] preset: expected one of {sorted(PRESETS)}, got {name!r}")
         return PRESETS[name]
 
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> QuantSpec:
+        """The inverse of `dataclasses.asdict`, also after a way through JSON. Raises `InvalidValueError`."""
+        try:
+            return cls(**(dict(plain) | {"layer_bits": tuple(map(tuple, plain.get("layer_bits", ())))}))
+        except TypeError as error:
+            raise InvalidValueError(f"[QuantSpec] expected its fields, got {dict(plain)!r}") from error
+
     def __str__(self) -> str:
         name = next((name for name, spec in PRESETS.items() if spec == self), None)
         bits = f"K{self.k_bits}V{self.v_bits} g{self.group_size}"
         if name is not None:
             return f"{name} ({bits})"
         flags = [flag for flag in ("rotated", "centred", "fitted") if getattr(self, f"is_{flag}")]
-        return " ".join([bits, *flags, *([f"sinks{self.sink_tokens}"] if self.sink_tokens else [])])
+        flags += [f"sinks{self.sink_tokens}"] if self.sink_tokens else []
+        return " ".join([bits, *flags, *(f"layer{layer}:K{k}V{v}" for layer, k, v in self.layer_bits)])
+
+    @property
+    def is_packed(self) -> bool:
+        """Is anything quantized at all?"""
+        bits = {self.k_bits, self.v_bits, *(b for entry in self.layer_bits for b in entry[1:])}
+        return bits != {FULL_PRECISION_BITS}
+
+    def raised(self, bits: int) -> QuantSpec:
+        """With `bits` at least, in every layer."""
+        return dataclasses.replace(
+            self,
+            k_bits=max(bits, self.k_bits),
+            v_bits=max(bits, self.v_bits),
+            layer_bits=tuple((layer, max(bits, k), max(bits, v)) for layer, k, v in self.layer_bits),
+        )
 
     def resolve_tensor(self, head_dim: int, bits: int, item_bytes: int) -> TensorPlan:
         if bits == FULL_PRECISION_BITS or head_dim == 0:
@@ -276,22 +312,34 @@ class QuantSpec:
         return exact[0] if exact else min(plans, key=lambda plan: (plan.row_bytes(item_bytes), plan.group_size))
 
     def resolve(self, spec: CacheSpec) -> tuple[LayerPlan | None, ...]:
-        """One `LayerPlan` per layer, None for a state; K and V are resolved each for its own head dim."""
-        return tuple(
-            LayerPlan(
-                self.resolve_tensor(layer.k_head_dim, self.k_bits, spec.item_bytes),
-                self.resolve_tensor(layer.v_head_dim, self.v_bits, spec.item_bytes),
+        """One `LayerPlan` per layer, None for a state; K and V are resolved each for its own head dim.
+
+        Raises `InvalidValueError` where `layer_bits` names a layer that is not there or keeps no rows.
+        """
+        for index, *_ in self.layer_bits:
+            is_there = -len(spec.layers) <= index < len(spec.layers) and isinstance(spec.layers[index], LayerSpec)
+            _require(
+                is_there, f"[QuantSpec] layer_bits: expected one of {len(spec.layers)} layers with rows, got {index}"
             )
-            if isinstance(layer, LayerSpec)
-            else None
-            for layer in spec.layers
+        return tuple(self.resolve_layer(spec, index) for index in range(len(spec.layers)))
+
+    def resolve_layer(self, spec: CacheSpec, index: int) -> LayerPlan | None:
+        layer, (k_bits, v_bits) = spec.layers[index], self._bits_of(index, len(spec.layers))
+        if not isinstance(layer, LayerSpec):
+            return None
+        return LayerPlan(
+            self.resolve_tensor(layer.k_head_dim, k_bits, spec.item_bytes),
+            self.resolve_tensor(layer.v_head_dim, v_bits, spec.item_bytes),
         )
+
+    def _bits_of(self, index: int, num_layers: int) -> tuple[int, int]:
+        found = ((k, v) for layer, k, v in self.layer_bits if layer % num_layers == index)
+        return next(found, (self.k_bits, self.v_bits))
 
     def sinks_of(self, layer: LayerSpec, start: int, num_tokens: int) -> int:
         """Rows in full precision at the front of a segment of `num_tokens` tokens from token `start` on."""
-        is_packed = self.k_bits != FULL_PRECISION_BITS or self.v_bits != FULL_PRECISION_BITS
         is_kept = layer.sealed_rows(num_tokens) == num_tokens  # a window has moved beyond them
-        return min(max(0, self.sink_tokens - start), num_tokens) if is_packed and is_kept else 0
+        return min(max(0, self.sink_tokens - start), num_tokens) if self.is_packed and is_kept else 0
 
     def packed_bytes(self, spec: CacheSpec, num_tokens: int, *, start: int = 0) -> int:
         """Exact bytes of a segment of `num_tokens` tokens from token `start` on, over all layers."""

@@ -5,6 +5,7 @@ Imports mlx-lm when a model needs these classes: its models tell them by `isinst
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -113,6 +114,12 @@ def state_class() -> Any:
         def reset_tail(self) -> None:
             views = self.prefix.views
             self._stand_on(views[-1].segment if views else None, self.prefix.num_tokens)
+
+        def replay(self, num_tokens: int) -> Any:
+            """A twin for tokens that are run once more, with the state behind them: there is no earlier one."""
+            twin = copy.copy(self)
+            twin.cache = list(self.cache)
+            return twin
 
         def __deepcopy__(self, memo: dict[int, Any]) -> Any:
             key = id(self.prefix)

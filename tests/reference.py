@@ -76,12 +76,29 @@ def cold(token_ids: Sequence[int], loaded: LoadedModel = T, caches: list[Any] | 
     return np.array(loaded.model(mx.array([list(token_ids)]), cache=caches)[0])
 
 
-def unpacked(tensor: Any, length: int) -> mx.array:
-    plan = tensor.plan
+def unpacked(tensor: Any) -> mx.array:
+    plan, basis = tensor.plan, tensor.basis
     if not plan.is_quantized:
-        return tensor.packed[:, :, :length]
-    full = mx.dequantize(*tensor.arrays, group_size=plan.group_size, bits=plan.bits)
-    return full[:, :, :length, : plan.head_dim]
+        return tensor.packed
+    words = (tensor.packed, tensor.scales, tensor.biases)
+    full = mx.dequantize(*words, group_size=plan.group_size, bits=plan.bits)[..., : plan.head_dim]
+    if basis is None:
+        return full
+    full = full @ walsh_hadamard(plan.head_dim) if basis.is_rotated else full
+    full = full if basis.scale is None else full / basis.scale
+    return full if basis.centre is None else full + basis.centre
+
+
+def walsh_hadamard(width: int) -> mx.array:
+    """By Sylvester's construction, for powers of two."""
+    found = np.ones((1, 1), np.float32)
+    while len(found) < width:
+        found = np.block([[found, found], [found, -found]])
+    return mx.array(found / np.float32(np.sqrt(width)))
+
+
+def all_unpacked(kv: Any, role: str, num_rows: int) -> mx.array:
+    return mx.concatenate([unpacked(getattr(block, role)) for block in kv.blocks], axis=2)[:, :, :num_rows]
 
 
 def cold_behind(session: AgentSession, token_ids: Sequence[int], loaded: LoadedModel = T) -> np.ndarray:
@@ -92,7 +109,8 @@ def cold_behind(session: AgentSession, token_ids: Sequence[int], loaded: LoadedM
             cut = view.segment.num_tokens - view.length
             if isinstance(cache, RotatingKVCache):
                 cache.offset = view.stop - (kv.num_rows - cut)  # the rows before are gone, and seen by nobody
-            cache.update_and_fetch(unpacked(kv.keys, kv.num_rows - cut), unpacked(kv.values, kv.num_rows - cut))
+            rows = kv.num_rows - cut
+            cache.update_and_fetch(all_unpacked(kv, "keys", rows), all_unpacked(kv, "values", rows))
     return cold(token_ids, loaded, caches)
 
 

