@@ -30,7 +30,7 @@ Note = Callable[[str], None]
 _ROWS = 64  # of logits that are compared at a time: Gemma's have 262,144 columns
 _BLOCK_TOKENS = 32  # errors of neighbouring tokens are not independent: the interval is over means of blocks
 _Z95 = 1.96
-_LOOKED_TOKENS = 16
+_LOOKED_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -132,10 +132,10 @@ class Reference:
             return None if layers is None else self._stock_logits(layers)
         prefix = self.passage.prefix
         manager = SharedKVCacheManager(
-            self._spec, candidate.quant, key_factors=candidate.key_factors, allow_unsafe=True
+            self._spec, candidate.quant, key_factors=candidate.key_factors, allow_unsafe=True, guard=None
         )
         slot = manager.allocate_shared_slot(len(prefix))
-        manager.quantize_and_store(slot, prefix, list(self.rows)).release()
+        manager.quantize_and_store(slot, prefix, list(self.rows), looked=self.looked).release()
         coordinator = HandoffCoordinator(manager)
         with self._agent("sender", manager, candidate) as holder, self._agent("receiver", manager, candidate) as other:
             report = holder.prefill(prefix)

@@ -17,6 +17,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from .allocate import BLOCK_TOKENS, allocate, block_importance
 from .errors import (
     BudgetExceededError,
     ContextLimitError,
@@ -40,6 +41,7 @@ _CACHES = {"full": LayerCache, "window": WindowLayerCache, "chunk": ChunkLayerCa
 DEFAULT_BUDGET_BYTES = 4 * 2**30
 _GUARD = Guard()
 _LOOKED_TOKENS = 8  # whose queries the guard tries
+_ADAPTED_TOKENS = 64  # whose attention says which blocks matter
 _KEPT_RAISED = 256
 _NOTHING: Mapping[int, Looked] = {}
 _MIN_SAMPLED = 64  # rows whose mean is good enough for what follows
@@ -110,6 +112,7 @@ class SharedKVCacheManager:
         self._key_factors = [None] * len(spec.layers) if factors is None else list(factors)
         check_factors(self._key_factors, spec)
         self._guard = guard if self.quant.is_packed else None
+        self._num_looked = _ADAPTED_TOKENS if self.quant.is_adaptive else _LOOKED_TOKENS if self._guard else 0
         self._raised: collections.deque[Raised] = collections.deque(maxlen=_KEPT_RAISED)
         self._worst_error = 0.0
         self._lock = threading.RLock()
@@ -231,7 +234,7 @@ class SharedKVCacheManager:
         first layer is packed. `look(n)` tells what attention asks for the last n tokens (`quantize_and_store`)."""
         if not token_ids or self.extend_if_sealed(prefix, token_ids):
             return
-        looked = look(_LOOKED_TOKENS) if look and self._guard else _NOTHING
+        looked = look(self._num_looked) if look and self._num_looked else _NOTHING
         slot = self.allocate_shared_slot(len(token_ids), replacing=prefix)
         layers: list[Any] = [cache.take_tail() for cache in caches]
         try:
@@ -301,7 +304,7 @@ class SharedKVCacheManager:
             return LayerKV(tuple(kept))
         left = (keys[:, :, sinks:], values[:, :, sinks:]) if sinks else rows
         basis = self._basis(slot, left[0], behind, self._key_factors[index])
-        blocks = (*kept, self._quantize(plan, *left, basis))
+        blocks = (*kept, *self._pack_rows(index, plan, left, basis, looked))
         if self._guard is None or not plan.is_packed:
             return LayerKV(blocks)
         error, outlier = first = self._try(looked, rows, blocks)
@@ -321,6 +324,28 @@ class SharedKVCacheManager:
                 self._counters["raised"] += 1
                 self._raised.append(Raised(slot, index, plan.keys.bits, *first))
         return LayerKV(blocks)
+
+    def _pack_rows(
+        self,
+        index: int,
+        plan: LayerPlan,
+        rows: tuple[mx.array, mx.array],
+        basis: Basis | None,
+        looked: Looked | None,
+    ) -> Iterator[KVBlock]:
+        """One block, or as many as differ in their bits."""
+        if not self.quant.is_adaptive or looked is None:
+            yield self._quantize(plan, *rows, basis)
+            return
+        importance, total, start = block_importance(looked, rows[0]), rows[0].shape[2], 0
+        sizes = [min(BLOCK_TOKENS, total - first) for first in range(0, total, BLOCK_TOKENS)]
+        bits = allocate(importance, sizes, self.quant.k_bits)
+        for count, group in itertools.groupby(zip(bits, sizes, strict=True), key=lambda it: it[0]):
+            stop = start + sum(size for _, size in group)
+            its_plan = dataclasses.replace(self.quant, k_bits=count, v_bits=count).resolve_layer(self.spec, index)
+            assert its_plan is not None
+            yield self._quantize(its_plan, *(x[:, :, start:stop] for x in rows), basis)
+            start = stop
 
     def _try(
         self, looked: Looked | None, rows: tuple[mx.array, mx.array], blocks: tuple[KVBlock, ...]

@@ -54,11 +54,12 @@ class LayerKV:
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
-        return tuple(array for block in self.blocks for array in block.arrays)
+        """Each once: blocks of one segment share their centre."""
+        return tuple({id(array): array for block in self.blocks for array in block.arrays}.values())
 
     @property
     def nbytes(self) -> int:
-        return sum(block.nbytes for block in self.blocks)
+        return sum(array.nbytes for array in self.arrays)
 
     def first(self, num_rows: int) -> Iterator[tuple[KVBlock, int]]:
         """The blocks of the first `num_rows` rows, and how many of each are among them."""

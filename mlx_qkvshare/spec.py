@@ -227,6 +227,8 @@ class QuantSpec:
     `is_rotated`: keys and values are packed after a Walsh-Hadamard transform, which spreads what stands out.
     `is_centred`: keys are packed less their mean over the segment, channel by channel.
     `is_fitted`: a group's range is fitted for the least squared error; pays at 4 bits and below.
+    `is_adaptive`: k_bits and v_bits, which are equal, are what blocks of tokens have on average, more of them where
+        attention looked and fewer where it did not (`allocate`).
     `layer_bits`: (layer, k_bits, v_bits) of layers that differ; -1 is the last one. Where one side differs from
         `k_bits` and `v_bits` in a few layers only, as to protect the first and the last.
 
@@ -243,8 +245,14 @@ class QuantSpec:
     is_centred: bool = False
     is_fitted: bool = False
     layer_bits: tuple[tuple[int, int, int], ...] = ()
+    is_adaptive: bool = False
 
     def __post_init__(self) -> None:
+        _require(
+            not self.is_adaptive or (self.k_bits == self.v_bits != FULL_PRECISION_BITS and not self.layer_bits),
+            "[QuantSpec] is_adaptive: expected k_bits == v_bits below 16 and no layer_bits, "
+            f"got K{self.k_bits}V{self.v_bits} and {self.layer_bits}",
+        )
         for entry in self.layer_bits:
             is_known = len(entry) == 3 and isinstance(entry[0], int) and set(entry[1:]) <= set(SUPPORTED_BITS)
             _require(is_known, f"[QuantSpec] layer_bits: expected (layer, k_bits, v_bits), got {entry!r}")
@@ -281,7 +289,7 @@ class QuantSpec:
         bits = f"K{self.k_bits}V{self.v_bits} g{self.group_size}"
         if name is not None:
             return f"{name} ({bits})"
-        flags = [flag for flag in ("rotated", "centred", "fitted") if getattr(self, f"is_{flag}")]
+        flags = [flag for flag in ("rotated", "centred", "fitted", "adaptive") if getattr(self, f"is_{flag}")]
         flags += [f"sinks{self.sink_tokens}"] if self.sink_tokens else []
         return " ".join([bits, *flags, *(f"layer{layer}:K{k}V{v}" for layer, k, v in self.layer_bits)])
 

@@ -42,6 +42,7 @@ FLOORS = {
     "chat": 2,
     "verdict": 2.5,
     "guard": 2.5,
+    "allocate": 2.6,
     "manager": 3,
     "attention": 3,
     "package": 3,
