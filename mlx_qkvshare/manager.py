@@ -29,7 +29,17 @@ from .integrity import check_table, require_equal
 from .layer_cache import ChunkLayerCache, LayerCache, WindowLayerCache
 from .prefix import Holding, SharedPrefix
 from .quantize import Basis, quantize
-from .segment import KVBlock, LayerKV, LayerState, SegmentView, SharedSegment, layers_checksum, readable, truncate_views
+from .segment import (
+    KVBlock,
+    LayerKV,
+    LayerState,
+    SegmentView,
+    SharedSegment,
+    layers_checksum,
+    readable,
+    residuals_checksum,
+    truncate_views,
+)
 from .spec import CacheSpec, LayerPlan, LayerSpec, QuantSpec, StateSpec, full_precision
 from .state_cache import grouped, snapshot, state_class
 from .table import Record, SegmentTable, SharedSlot, can_join
@@ -56,6 +66,7 @@ class ManagerStats:
     reused_tokens: int
     num_evictions: int
     num_compactions: int
+    dropped_residual_bytes: int
 
 
 class SharedKVCacheManager:
@@ -67,6 +78,8 @@ class SharedKVCacheManager:
         budget_bytes: the limit for packed segments, private tails and reservations together.
         key_factors: of every layer's keys, [1, Hk, 1, D] or None, see `calibrate`: a model's own constants, which make
             4 bits better. They are not counted.
+        may_drop_residuals: of nested precision; what does not fit even after evicting then costs all segments their
+            residuals (`drop_residuals`) before it is refused.
 
     `id` tells its slots from another manager's. All methods may be called from any thread. Nothing is
     written to a segment after it is stored.
@@ -79,11 +92,12 @@ class SharedKVCacheManager:
         *,
         budget_bytes: int = DEFAULT_BUDGET_BYTES,
         key_factors: Sequence[mx.array | None] | None = None,
+        may_drop_residuals: bool = False,
     ):
         if not isinstance(budget_bytes, int) or budget_bytes <= 0:
             raise InvalidValueError(f"[SharedKVCacheManager] budget_bytes: expected an int > 0, got {budget_bytes!r}")
         self.spec, self.quant, self.budget_bytes = spec, quant or QuantSpec(), budget_bytes
-        self.id = secrets.token_hex(8)
+        self.id, self.may_drop_residuals = secrets.token_hex(8), may_drop_residuals
         self.plans = self.quant.resolve(spec)
         self.packed_token_bytes = self.quant.packed_token_bytes(spec)
         self._value_basis = Basis(is_rotated=True) if self.quant.is_rotated else None
@@ -186,7 +200,7 @@ class SharedKVCacheManager:
             packed = tuple(self._pack(slot, start, layers, prefix.views if prefix else (), consume))
             segment = SharedSegment(
                 slot.slot, start, tuple(token_ids), packed, self.quant,
-                self.spec.fingerprint.digest, layers_checksum(packed),
+                self.spec.fingerprint.digest, layers_checksum(packed), residuals_checksum(packed),
             )  # fmt: skip
             expected = self.quant.packed_bytes(self.spec, len(token_ids), start=start)
             assert segment.nbytes == expected, (segment.nbytes, expected)
@@ -265,7 +279,8 @@ class SharedKVCacheManager:
         tensors = []
         # In turn, which halves the temporaries.
         for rows, its_plan, its_basis in ((keys, plan.keys, basis), (values, plan.values, self._value_basis)):
-            tensors.append(quantize(rows, its_plan, its_basis, is_fitted=self.quant.is_fitted))
+            quant = self.quant
+            tensors.append(quantize(rows, its_plan, its_basis, is_fitted=quant.is_fitted, is_nested=quant.is_nested))
             mx.eval(*tensors[-1].arrays)
         return KVBlock(*tensors)
 
@@ -288,12 +303,16 @@ class SharedKVCacheManager:
         with self._locked():
             return self._retain(self._table.resolve(spans))
 
-    def make_caches(self, prefix: SharedPrefix) -> list[LayerCache]:
-        """A cache per layer over `prefix`, grouped as mlx-lm's model takes them: its `cache`."""
+    def make_caches(self, prefix: SharedPrefix, *, reads_base: bool = False) -> list[LayerCache]:
+        """A cache per layer over `prefix`, grouped as mlx-lm's model takes them: its `cache`.
+
+        `reads_base` is what a batch goes by; where one session is attended, its attention says it.
+        """
         dtype, caches = getattr(mx, self.spec.dtype), []
         for index, layer in enumerate(self.spec.layers):
             if isinstance(layer, LayerSpec):
                 caches.append(_CACHES[layer.kind](prefix, index, layer, dtype))
+                caches[-1].reads_base = reads_base
             else:
                 caches.append(state_class()(prefix, index, layer))
         return grouped(caches, self.spec.grouping)
@@ -407,12 +426,16 @@ class SharedKVCacheManager:
 
     def _take(self, nbytes: int, what: str) -> None:
         """Move `nbytes` from free to used (or back, if negative), evicting for it if it must and can."""
-        evictable = sum(record.counted_bytes for record in self._table.records.values() if record.is_evictable)
+        records = self._table.records.values()
+        evictable = sum(record.counted_bytes for record in records if record.is_evictable)
         if nbytes > self._free_bytes + evictable:
-            raise BudgetExceededError(
-                f"[SharedKVCacheManager] {what} needs {nbytes} bytes; of the budget of {self.budget_bytes} bytes "
-                f"{self._free_bytes} are free and {evictable} evictable"
-            )
+            held = sum(record.residual_bytes for record in records if not record.is_evictable)
+            if not self.may_drop_residuals or nbytes > self._free_bytes + evictable + held:
+                raise BudgetExceededError(
+                    f"[SharedKVCacheManager] {what} needs {nbytes} bytes; of the budget of {self.budget_bytes} bytes "
+                    f"{self._free_bytes} are free and {evictable} evictable"
+                )
+            self.drop_residuals()  # first, so that no more is evicted than must be
         while self._free_bytes < nbytes:
             self._evict(self._table.evictable_leaves()[0])
         self._free_bytes -= nbytes
@@ -430,6 +453,26 @@ class SharedKVCacheManager:
                 for record in leaves:
                     self._evict(record)
             return self._counters["evictions"] - before
+
+    def drop_residuals(self) -> int:
+        """Drop the residual planes of all segments stored so far; the bytes freed, 0 where nothing is nested.
+
+        Nothing is requantized, and no other byte moves. Who reads a segment reads its base from the next step on; a
+        step that runs meanwhile keeps the planes that it has begun to read until it ends.
+        """
+        with self._locked():
+            records = [record for record in self._table.records.values() if record.residual_bytes]
+            freed = sum(record.residual_bytes for record in records)
+            bases = {record.slot.slot: record.segment.base for record in records if record.segment is not None}
+            for record in records:
+                record.put(bases[record.slot.slot])
+            for holding in self._holdings.values():
+                views = holding.views
+                holding.views = tuple(SegmentView(bases.get(v.segment.slot, v.segment), v.length) for v in views)
+            self._free_bytes += freed
+            self._counters["dropped_residual_bytes"] += freed
+        mx.clear_cache()  # hand the freed bytes back at once: somebody is in need of them
+        return freed
 
     # --- compaction ----------------------------------------------------------------------------------
 
@@ -498,6 +541,7 @@ class SharedKVCacheManager:
                 reused_tokens=count["reused_tokens"],
                 num_evictions=count["evictions"],
                 num_compactions=count["compactions"],
+                dropped_residual_bytes=count["dropped_residual_bytes"],
             )
 
     def segments(self) -> tuple[SharedSegment, ...]:

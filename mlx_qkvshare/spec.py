@@ -222,6 +222,10 @@ class QuantSpec:
     `is_centred`: keys are packed less their mean over the segment, channel by channel.
     `is_fitted`: a group's range is fitted for the least squared error; pays at 4 bits and below.
 
+    `is_nested` stores 8 bits as two planes of 4, the base and its residual, in as many bytes: one agent may read the
+    base alone (`QuantizedAttention.reads_base`), and a manager may drop the residuals (any-precision weights, arXiv
+    2402.10517, for a cache).
+
     Where `group_size` does not divide a head dim, `resolve_tensor` picks among the group sizes up
     to the asked one the cheapest packing in bytes per row, padding the row to whole groups: 96 takes
     groups of 32, 80 and 72 are padded to 96 in groups of 32, 112 to 128 in groups of 64.
@@ -234,6 +238,7 @@ class QuantSpec:
     is_rotated: bool = False
     is_centred: bool = False
     is_fitted: bool = False
+    is_nested: bool = False
 
     def __post_init__(self) -> None:
         _require(
@@ -248,6 +253,10 @@ class QuantSpec:
             _is_count(self.group_size) and self.group_size in SUPPORTED_GROUP_SIZES,
             f"[QuantSpec] group_size: expected one of {SUPPORTED_GROUP_SIZES}, got {self.group_size!r}",
         )
+        _require(
+            not self.is_nested or {self.k_bits, self.v_bits} <= {8, FULL_PRECISION_BITS},
+            f"[QuantSpec] is_nested: expected 8 bits for all that is packed, got K{self.k_bits}V{self.v_bits}",
+        )
 
     @classmethod
     def preset(cls, name: str) -> QuantSpec:
@@ -261,7 +270,7 @@ class QuantSpec:
         bits = f"K{self.k_bits}V{self.v_bits} g{self.group_size}"
         if name is not None:
             return f"{name} ({bits})"
-        flags = [flag for flag in ("rotated", "centred", "fitted") if getattr(self, f"is_{flag}")]
+        flags = [flag for flag in ("rotated", "centred", "fitted", "nested") if getattr(self, f"is_{flag}")]
         return " ".join([bits, *flags, *([f"sinks{self.sink_tokens}"] if self.sink_tokens else [])])
 
     def resolve_tensor(self, head_dim: int, bits: int, item_bytes: int) -> TensorPlan:
