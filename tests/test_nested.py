@@ -313,6 +313,20 @@ def test_a_model_that_reads_keys_itself_reads_what_its_agent_does(each):
     assert copy.deepcopy(cache).reads_base is each.reads_base
 
 
+@pytest.mark.parametrize("route", [Route.PACKED, Route.DEQUANTIZE])
+@pytest.mark.parametrize("each", [SCOUT, JUDGE], ids=["base", "full"])
+def test_an_attention_reads_as_it_says_whoever_made_the_caches(each, route):
+    manager = make_manager(NESTED, k_dim=64)
+    prefix, queries = store(manager, range(20)), normal(1, 2, 1, 64, seed=9)
+    kv = prefix.views[0].segment.layers[0]
+    keys, values = (base_rows(t, 20) if each.reads_base else full_rows(t, 20) for t in (kv.keys, kv.values))
+    expected = oracle.attention(np.array(queries, np.float64), [keys], [values], scale=0.1)
+    for made_for in (False, True):
+        (cache,) = manager.make_caches(prefix, reads_base=made_for)
+        found = dataclasses.replace(each, route=route).attend(queries, cache, scale=0.1)
+        np.testing.assert_allclose(np.array(found), expected, atol=1e-5)
+
+
 @pytest.mark.parametrize("unpack", [Route.PACKED, Route.DEQUANTIZE])
 @pytest.mark.parametrize("quant", [NESTED, SAFE], ids=str)
 def test_scout_and_judge_take_their_steps_together(quant, unpack):
