@@ -19,7 +19,7 @@ from .batch_cache import BatchLayerCache
 from .cascade import attend_together
 from .cascade_kernel import attend_with_kernel
 from .errors import UnsupportedModelError
-from .layer_cache import LayerCache, routing
+from .layer_cache import LayerCache, layer_kv, routing
 from .parts import compute_dtype, part_output, part_scores
 from .routes import Decision, Kind, Route, RouteTable, device_name, of_device
 from .segment import KVBlock
@@ -32,11 +32,14 @@ class QuantizedAttention:
 
     The router looks up the nearest point of `table`, by default this device's: the one that `qkvshare bench attention
     --save` measured here, else the one that comes with the package. `route` forces a route; the kernel needs a
-    Metal device.
+    Metal device, and does not read nested precision in full, of which the packed route is taken then.
+
+    `reads_base`: of nested precision read the base alone, 4 bits; what is not nested is read as it is.
     """
 
     route: Route | None = None
     table: RouteTable | None = None
+    reads_base: bool = False
 
     def decide(self, num_queries: int, gqa_factor: int, *, num_tokens: int, bits: int = 8) -> Decision:
         """The route of one session for L = `num_queries` new tokens and R = `gqa_factor` over `num_tokens` shared ones,
@@ -73,20 +76,26 @@ class QuantizedAttention:
             sinks: [H] logits that take part in the softmax and have no value
             returns: [1, H, L, Dv]
 
-        A `BatchLayerCache` takes one query of every session, [N, H, 1, D], and no mask.
+        A `BatchLayerCache` takes one query of every session, [N, H, 1, D], and no mask. Who of them reads the base is
+        marked on its own cache.
         """
         num_heads, num_queries = queries.shape[1:3]
         gqa_factor = num_heads // cache.spec.n_kv_heads
         if isinstance(cache, BatchLayerCache):
-            tokens, bits = sum(max(group.lengths) for group in cache.groups), _bits_of(cache.rows[0].parts())
+            tokens = sum(max(group.lengths) for group in cache.groups)
+            bits = _bits_of(kv for kv, _ in cache.rows[0].parts())
             route = self.decide_batch(len(cache.rows), gqa_factor, num_tokens=tokens, bits=bits).route
-            if route is Route.KERNEL:
+            read = (block for group in cache.groups for block in layer_kv(group.segment, cache.layer).blocks)
+            if route is Route.KERNEL and not _are_nested(read):
                 return attend_with_kernel(queries, cache, scale=scale, sinks=sinks, window=cache.spec.window or None)
             unpack = route is Route.DEQUANTIZE
             return attend_together(queries, cache, scale=scale, sinks=sinks, unpack=unpack)
+        cache.reads_base = self.reads_base
         parts = list(cache.parts())
-        num_shared = sum(rows for _, rows in parts)
-        route = self.decide(num_queries, gqa_factor, num_tokens=num_shared, bits=_bits_of(parts)).route
+        blocks, num_shared = [kv for kv, _ in parts], sum(rows for _, rows in parts)
+        route = self.decide(num_queries, gqa_factor, num_tokens=num_shared, bits=_bits_of(blocks)).route
+        if route is Route.KERNEL and _are_nested(blocks):
+            route = Route.PACKED
         # The kernel's own masks are the causal one and the layer's window.
         is_causal = mask is None if num_queries == 1 else isinstance(mask, str)
         if route is Route.KERNEL and is_causal:
@@ -108,9 +117,14 @@ class WatchedAttention(QuantizedAttention):
         return super().attend(queries, cache, scale=scale, **options)
 
 
-def _bits_of(parts: Iterable[tuple[KVBlock, int]]) -> int:
-    """The larger of K and V bits of these parts."""
-    return max((max(kv.keys.plan.bits, kv.values.plan.bits) for kv, _ in parts), default=FULL_PRECISION_BITS)
+def _bits_of(blocks: Iterable[KVBlock]) -> int:
+    """The larger of K and V bits of these blocks."""
+    return max((max(kv.keys.bits, kv.values.bits) for kv in blocks), default=FULL_PRECISION_BITS)
+
+
+def _are_nested(blocks: Iterable[KVBlock]) -> bool:
+    """Have some of them residuals? The kernel knows one plane of codes."""
+    return any(kv.residuals for kv in blocks)
 
 
 def _attend_packed(

@@ -89,7 +89,8 @@ class AgentBatch:
 
     A session in a batch is busy for everybody else. The order of the sessions and who else is there
     change a session's logits by float noise only. A model whose attention cannot be routed is stepped
-    one session after another, exactly; `is_together` tells how the last step went.
+    one session after another, exactly; `is_together` tells how the last step went. `attention` routes what is done
+    together; whether a session reads the base of nested precision is its own attention's to say.
 
     One thread at a time may use a batch.
     """

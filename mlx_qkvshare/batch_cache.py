@@ -34,13 +34,16 @@ class SegmentGroup:
 
 
 def group_segments(caches: Sequence[LayerCache]) -> tuple[SegmentGroup, ...]:
-    """Every distinct segment once, with all that read it; `caches` are one layer's, a row each."""
-    readers: dict[int, tuple[SharedSegment, list[tuple[int, int]]]] = {}
+    """Every distinct segment once, with all that read it; `caches` are one layer's, a row each.
+
+    One that some read in full and others the base of is two.
+    """
+    readers: dict[SharedSegment, list[tuple[int, int]]] = {}
     for row, cache in enumerate(caches):
         for segment, length in cache.spans():
-            readers.setdefault(segment.slot, (segment, []))[1].append((row, length))
+            readers.setdefault(segment, []).append((row, length))
     groups = []
-    for segment, found in readers.values():
+    for segment, found in readers.items():
         rows, lengths = zip(*found, strict=True)
         groups.append(SegmentGroup(segment, rows, lengths))
     return tuple(groups)

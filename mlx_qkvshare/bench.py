@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
+from .attention import QuantizedAttention
 from .bench_stock import PREFILL_STEP, StockCache, stock_quantized
 from .errors import IntegrityError
 from .handoff import HandoffCoordinator, HandoffRecord
@@ -316,6 +317,7 @@ def kl_divergence(
     skip: int = 0,
     quant: QuantSpec | None = None,
     key_factors: Sequence[mx.array | None] | None = None,
+    attention: QuantizedAttention | None = None,
 ) -> dict[str, float]:
     """KL of next-token distributions, full precision || sealed prefix, over `scored_tokens` tokens of real text.
 
@@ -326,7 +328,7 @@ def kl_divergence(
     ids = begin + sample_tokens(lm.tokenizer, prefix_tokens + scored_tokens - len(begin), skip=skip)
     prefix, scored = ids[:prefix_tokens], ids[prefix_tokens:]
     manager = SharedKVCacheManager(lm.spec, quant, key_factors=key_factors)
-    agent = AgentSession("kl", lm, manager, prefill_step_tokens=PREFILL_STEP)
+    agent = AgentSession("kl", lm, manager, prefill_step_tokens=PREFILL_STEP, attention=attention)
     agent.prefill(prefix)
     agent.seal()
     ours = _log_probabilities(agent.score(scored))

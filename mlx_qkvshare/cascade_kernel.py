@@ -193,11 +193,12 @@ def _tokens_from(tensor: QuantizedTensor, first: int) -> QuantizedTensor:
     """The tokens from `first` on, as views."""
     if first == 0:
         return tensor
-    packed, scales, biases = (
-        array if array is None else array[:, :, first:] for array in (tensor.packed, tensor.scales, tensor.biases)
+    packed, scales, biases, residual = (
+        array if array is None else array[:, :, first:]
+        for array in (tensor.packed, tensor.scales, tensor.biases, tensor.residual)
     )
     assert packed is not None
-    return QuantizedTensor(tensor.plan, tensor.dtype, packed, scales, biases, tensor.basis)
+    return QuantizedTensor(tensor.plan, tensor.dtype, packed, scales, biases, tensor.basis, residual)
 
 
 def _plain(rows: mx.array) -> QuantizedTensor:

@@ -98,7 +98,8 @@ class TokenContext:
 
     def _stand_on(self, prefix: SharedPrefix) -> None:
         """Read `prefix`, with an empty tail."""
-        self._prefix, self._caches = prefix, self.manager.make_caches(prefix)
+        self._prefix = prefix
+        self._caches = self.manager.make_caches(prefix, reads_base=self._attention.reads_base)
         self._leaves = leaves(self._caches)  # one for each layer, whatever lists the model takes them in
         self._tail_ids, self._logits = [], None
 

@@ -132,9 +132,11 @@ class HandoffCoordinator:
                         f"[validate] checksum of slot {span.slot}: expected {expected}, got {span.checksum}"
                     )
             for view in prefix.views if verify else ():
-                found = view.segment.compute_checksum()
-                if found != view.segment.checksum:
-                    raise IntegrityError(f"[validate] checksum: expected {view.segment.checksum}, got {found}")
+                segment = view.segment
+                sealed = segment.checksum, segment.residual_checksum
+                found = segment.compute_checksum(), segment.compute_residual_checksum()
+                if found != sealed:
+                    raise IntegrityError(f"[validate] checksum: expected {sealed}, got {found}")
             return {id(array) for view in prefix.views for array in view.segment.arrays()}
         finally:
             prefix.release()

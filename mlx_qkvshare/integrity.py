@@ -47,3 +47,5 @@ def _check_segment(table: SegmentTable, record: Record, segment: SharedSegment, 
                 require_equal(f"slot {slot} layer {index}: rows of {name}", found, "rows of its tokens", rows)
     if checksums:
         require_equal(f"slot {slot}: checksum", segment.compute_checksum(), "checksum at seal", segment.checksum)
+        found, expected = segment.compute_residual_checksum(), segment.residual_checksum
+        require_equal(f"slot {slot}: checksum of residuals", found, "checksum at seal", expected)

@@ -75,6 +75,7 @@ class LayerCache:
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
         self._routed_shapes: set[bool] = set()  # has one-row / many-row attention reached `attend` before?
+        self.reads_base = False  # of nested precision; as the attention says that reads this cache
         self.can_batch = True  # may sessions take one step together on this layer?
         self._num_replayed = 0  # rows of the next step that stand in the tail already
 
@@ -88,6 +89,8 @@ class LayerCache:
         """Append `keys` [1, Hk, L, Dk] and `values` [1, Hk, L, Dv]; return tagged arrays of all `offset` tokens."""
         if keys.shape[0] != 1:
             raise InvalidValueError(f"[LayerCache.update_and_fetch] batch: expected 1 row, got {keys.shape[0]}")
+        if routing.attention is not None:
+            self.reads_base = routing.attention.reads_base
         self.append(keys, values)
         if routing.attention is not None and (keys.shape[2] > 1) in self._routed_shapes:
             # Building the full-precision graph that nobody reads costs more than the attention call on small
@@ -172,6 +175,7 @@ class LayerCache:
             memo[key] = self.prefix.fork()
         twin = type(self)(memo[key], self.layer, self.spec, self.dtype)
         twin.shared_tokens, twin.tail_tokens = self.shared_tokens, self.tail_tokens
+        twin.reads_base = self.reads_base
         if self.tail_tokens:
             twin.prefix.reserve_tail(self.tail_tokens)
             # A fresh array object of the exact rows: a write through either cache then copies, never aliases.
@@ -196,11 +200,14 @@ class LayerCache:
             yield from kv.first(length - (segment.num_tokens - kv.num_rows))
 
     def spans(self) -> Iterator[tuple[SharedSegment, int]]:
-        """The shared segments in order, and how many tokens of each are read."""
+        """The shared segments in order, as they are read, and how many tokens of each."""
         for view in self.prefix.views:
             if view.start >= self.shared_tokens:
                 return
-            yield view.segment, min(view.length, self.shared_tokens - view.start)
+            yield (
+                view.segment.base if self.reads_base else view.segment,
+                min(view.length, self.shared_tokens - view.start),
+            )
 
     def tail(self) -> tuple[mx.array, mx.array]:
         """The rows of the private tail that attention reads: keys and values [1, Hk, T, D]. Needs `tail_tokens` > 0."""

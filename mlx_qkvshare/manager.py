@@ -31,7 +31,17 @@ from .integrity import check_table, require_equal
 from .layer_cache import ChunkLayerCache, LayerCache, WindowLayerCache
 from .prefix import Holding, SharedPrefix
 from .quantize import Basis, quantize
-from .segment import KVBlock, LayerKV, LayerState, SegmentView, SharedSegment, layers_checksum, readable, truncate_views
+from .segment import (
+    KVBlock,
+    LayerKV,
+    LayerState,
+    SegmentView,
+    SharedSegment,
+    layers_checksum,
+    readable,
+    residuals_checksum,
+    truncate_views,
+)
 from .spec import CacheSpec, LayerPlan, LayerSpec, QuantSpec, StateSpec, full_precision
 from .state_cache import grouped, snapshot, state_class
 from .table import Record, SegmentTable, SharedSlot, can_join
@@ -72,6 +82,7 @@ class ManagerStats:
     num_raised_layers: int
     worst_attention_error: float
     raised: tuple[Raised, ...]
+    dropped_residual_bytes: int
 
 
 class SharedKVCacheManager:
@@ -86,6 +97,8 @@ class SharedKVCacheManager:
             4 bits better. They are not counted. None takes those that the doctor kept, if a preset is better with them.
         allow_unsafe: take a `quant` that the doctor refused for this model, which raises `UnsafeQuantError` otherwise.
         guard: raises the bits of layers whose attention a seal would damage, and says so in `stats()`; None for none.
+        may_drop_residuals: of nested precision; what does not fit even after evicting then costs all segments their
+            residuals (`drop_residuals`) before it is refused.
 
     `id` tells its slots from another manager's. All methods may be called from any thread. Nothing is
     written to a segment after it is stored.
@@ -100,12 +113,13 @@ class SharedKVCacheManager:
         key_factors: Factors | None = None,
         allow_unsafe: bool = False,
         guard: Guard | None = _GUARD,
+        may_drop_residuals: bool = False,
     ):
         if not isinstance(budget_bytes, int) or budget_bytes <= 0:
             raise InvalidValueError(f"[SharedKVCacheManager] budget_bytes: expected an int > 0, got {budget_bytes!r}")
         self.spec, self.budget_bytes = spec, budget_bytes
         self.quant, factors = choose(spec, quant, key_factors, allow_unsafe=allow_unsafe)
-        self.id = secrets.token_hex(8)
+        self.id, self.may_drop_residuals = secrets.token_hex(8), may_drop_residuals
         self.plans = self.quant.resolve(spec)
         self.packed_token_bytes = self.quant.packed_token_bytes(spec)
         self._value_basis = Basis(is_rotated=True) if self.quant.is_rotated else None
@@ -214,7 +228,7 @@ class SharedKVCacheManager:
             packed = tuple(self._pack(slot, start, layers, prefix.views if prefix else (), consume, looked))
             segment = SharedSegment(
                 slot.slot, start, tuple(token_ids), packed, self.quant,
-                self.spec.fingerprint.digest, layers_checksum(packed),
+                self.spec.fingerprint.digest, layers_checksum(packed), residuals_checksum(packed),
             )  # fmt: skip
             return self._store(record, segment, prefix)
         except BaseException:
@@ -344,7 +358,8 @@ class SharedKVCacheManager:
             stop = start + sum(size for _, size in group)
             its_plan = dataclasses.replace(self.quant, k_bits=count, v_bits=count).resolve_layer(self.spec, index)
             assert its_plan is not None
-            yield self._quantize(its_plan, *(x[:, :, start:stop] for x in rows), basis)
+            keys, values = (x[:, :, start:stop] for x in rows)
+            yield self._quantize(its_plan, keys, values, basis)
             start = stop
 
     def _try(
@@ -362,7 +377,8 @@ class SharedKVCacheManager:
         tensors = []
         # In turn, which halves the temporaries.
         for rows, its_plan, its_basis in ((keys, plan.keys, basis), (values, plan.values, self._value_basis)):
-            tensors.append(quantize(rows, its_plan, its_basis, is_fitted=self.quant.is_fitted))
+            quant = self.quant
+            tensors.append(quantize(rows, its_plan, its_basis, is_fitted=quant.is_fitted, is_nested=quant.is_nested))
             mx.eval(*tensors[-1].arrays)
         return KVBlock(*tensors)
 
@@ -385,12 +401,16 @@ class SharedKVCacheManager:
         with self._locked():
             return self._retain(self._table.resolve(spans))
 
-    def make_caches(self, prefix: SharedPrefix) -> list[LayerCache]:
-        """A cache per layer over `prefix`, grouped as mlx-lm's model takes them: its `cache`."""
+    def make_caches(self, prefix: SharedPrefix, *, reads_base: bool = False) -> list[LayerCache]:
+        """A cache per layer over `prefix`, grouped as mlx-lm's model takes them: its `cache`.
+
+        `reads_base` is what a batch goes by; where one session is attended, its attention says it.
+        """
         dtype, caches = getattr(mx, self.spec.dtype), []
         for index, layer in enumerate(self.spec.layers):
             if isinstance(layer, LayerSpec):
                 caches.append(_CACHES[layer.kind](prefix, index, layer, dtype))
+                caches[-1].reads_base = reads_base
             else:
                 caches.append(state_class()(prefix, index, layer))
         return grouped(caches, self.spec.grouping)
@@ -504,12 +524,16 @@ class SharedKVCacheManager:
 
     def _take(self, nbytes: int, what: str) -> None:
         """Move `nbytes` from free to used (or back, if negative), evicting for it if it must and can."""
-        evictable = sum(record.counted_bytes for record in self._table.records.values() if record.is_evictable)
+        records = self._table.records.values()
+        evictable = sum(record.counted_bytes for record in records if record.is_evictable)
         if nbytes > self._free_bytes + evictable:
-            raise BudgetExceededError(
-                f"[SharedKVCacheManager] {what} needs {nbytes} bytes; of the budget of {self.budget_bytes} bytes "
-                f"{self._free_bytes} are free and {evictable} evictable"
-            )
+            held = sum(record.residual_bytes for record in records if not record.is_evictable)
+            if not self.may_drop_residuals or nbytes > self._free_bytes + evictable + held:
+                raise BudgetExceededError(
+                    f"[SharedKVCacheManager] {what} needs {nbytes} bytes; of the budget of {self.budget_bytes} bytes "
+                    f"{self._free_bytes} are free and {evictable} evictable"
+                )
+            self.drop_residuals()  # first, so that no more is evicted than must be
         while self._free_bytes < nbytes:
             self._evict(self._table.evictable_leaves()[0])
         self._free_bytes -= nbytes
@@ -527,6 +551,26 @@ class SharedKVCacheManager:
                 for record in leaves:
                     self._evict(record)
             return self._counters["evictions"] - before
+
+    def drop_residuals(self) -> int:
+        """Drop the residual planes of all segments stored so far; the bytes freed, 0 where nothing is nested.
+
+        Nothing is requantized, and no other byte moves. Who reads a segment reads its base from the next step on; a
+        step that runs meanwhile keeps the planes that it has begun to read until it ends.
+        """
+        with self._locked():
+            records = [record for record in self._table.records.values() if record.residual_bytes]
+            freed = sum(record.residual_bytes for record in records)
+            bases = {record.slot.slot: record.segment.base for record in records if record.segment is not None}
+            for record in records:
+                record.put(bases[record.slot.slot])
+            for holding in self._holdings.values():
+                views = holding.views
+                holding.views = tuple(SegmentView(bases.get(v.segment.slot, v.segment), v.length) for v in views)
+            self._free_bytes += freed
+            self._counters["dropped_residual_bytes"] += freed
+        mx.clear_cache()  # hand the freed bytes back at once: somebody is in need of them
+        return freed
 
     # --- compaction ----------------------------------------------------------------------------------
 
@@ -599,6 +643,7 @@ class SharedKVCacheManager:
                 num_raised_layers=count["raised"],
                 worst_attention_error=self._worst_error,
                 raised=tuple(self._raised),
+                dropped_residual_bytes=count["dropped_residual_bytes"],
             )
 
     def segments(self) -> tuple[SharedSegment, ...]:

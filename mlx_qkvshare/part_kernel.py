@@ -163,6 +163,7 @@ _INPUTS = (
 
 def _operands(tensor: QuantizedTensor) -> tuple[mx.array, mx.array, mx.array]:
     """Codes, scales and biases; for what is not packed the kernel looks at the first only."""
+    assert tensor.residual is None, "the kernel reads one plane of codes: hand it the base, or take another route"
     if tensor.scales is None or tensor.biases is None:
         return tensor.packed, tensor.packed, tensor.packed
     return tensor.packed, tensor.scales, tensor.biases

@@ -5,13 +5,13 @@ Letters: Hk KV heads, M rows (query heads of one KV head, times queries, times s
 
 from __future__ import annotations
 
+import functools
 import math
 import platform
-from typing import Any
 
 import mlx.core as mx
 
-from .quantize import QuantizedTensor, pad_last, unpack
+from .quantize import Plane, QuantizedTensor, pad_last, planes, unpack
 
 LOWEST = -3.0e38  # finite: infinity minus infinity would be NaN
 _IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
@@ -28,15 +28,17 @@ def compute_dtype(dtype: mx.Dtype) -> mx.Dtype:
     return mx.float32 if mx.default_device().type == mx.cpu else dtype
 
 
-def _operands(tensor: QuantizedTensor, num_tokens: int, compute: mx.Dtype) -> tuple[mx.array, Any, Any]:
-    """Packed words, scales and biases to compute on, for at least `num_tokens` rows.
+def _operands(tensor: QuantizedTensor, num_tokens: int, compute: mx.Dtype) -> list[Plane]:
+    """Packed words, scales and biases to compute on, for at least `num_tokens` rows; of nested precision twice.
 
     Slicing is free on a GPU. The CPU copies a slice of packed words, so there the whole buffer is read and the
     surplus dropped from the result, unless more than half of it would be surplus.
     """
     is_sliced = mx.default_device().type == mx.gpu or num_tokens * 2 < tensor.num_tokens
-    packed, scales, biases = tensor.first(num_tokens if is_sliced else tensor.num_tokens)
-    return packed, scales.astype(compute), biases.astype(compute)
+    num_tokens = num_tokens if is_sliced else tensor.num_tokens
+    packed, scales, biases = tensor.first(num_tokens)
+    residual = None if tensor.residual is None else tensor.residual[:, :, :num_tokens]
+    return planes(packed, scales.astype(compute), biases.astype(compute), residual)
 
 
 def part_scores(rows: mx.array, keys: QuantizedTensor, num_tokens: int, *, is_unpacked: bool = False) -> mx.array:
@@ -48,8 +50,11 @@ def part_scores(rows: mx.array, keys: QuantizedTensor, num_tokens: int, *, is_un
         scores = rows @ unpack(keys, num_tokens).astype(rows.dtype).swapaxes(-1, -2)
     else:
         rows = pad_last(rows, plan.padded_dim, mode="constant")
-        operands = _operands(keys, num_tokens, rows.dtype)
-        scores = mx.quantized_matmul(rows, *operands, True, plan.group_size, plan.bits)[..., :num_tokens]
+        products = (
+            mx.quantized_matmul(rows, *plane, True, plan.group_size, plan.bits)[..., :num_tokens]
+            for plane in _operands(keys, num_tokens, rows.dtype)
+        )
+        scores = functools.reduce(mx.add, products)
     return scores if shift is None else scores + shift.astype(scores.dtype)
 
 
@@ -60,6 +65,10 @@ def part_output(weights: mx.array, values: QuantizedTensor, num_tokens: int, *, 
         output = weights @ unpack(values, num_tokens).astype(weights.dtype)
     else:
         operands = _operands(values, num_tokens, weights.dtype)
-        weights = pad_last(weights, operands[0].shape[2], mode="constant")
-        output = mx.quantized_matmul(weights, *operands, False, plan.group_size, plan.bits)[..., : plan.head_dim]
+        weights = pad_last(weights, operands[0][0].shape[2], mode="constant")
+        products = (
+            mx.quantized_matmul(weights, *plane, False, plan.group_size, plan.bits)[..., : plan.head_dim]
+            for plane in operands
+        )
+        output = functools.reduce(mx.add, products)
     return output if values.basis is None else values.basis.outputs(output)

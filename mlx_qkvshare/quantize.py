@@ -85,6 +85,8 @@ class QuantizedTensor:
     Shapes:
         packed: [1, Hk, T, P * bits / 32] uint32, or [1, Hk, T, D] in `dtype` when bits is 16
         scales, biases: [1, Hk, T, P / G] in `dtype`, or None when bits is 16
+        residual: [1, Hk, T, P / 8] uint32: of nested precision the lower four bits of every code of 8, whose upper four
+            `packed` has. By itself `packed` with `scales` and `biases` is an ordinary tensor of 4 bits, the base.
     """
 
     plan: TensorPlan
@@ -93,20 +95,31 @@ class QuantizedTensor:
     scales: mx.array | None = None
     biases: mx.array | None = None
     basis: Basis | None = None
+    residual: mx.array | None = None
 
     @property
     def num_tokens(self) -> int:
         return self.packed.shape[2]
 
     @property
+    def bits(self) -> int:
+        """Those that a full read has: the plan is that of `packed`."""
+        return self.plan.bits if self.residual is None else 2 * self.plan.bits
+
+    @property
     def arrays(self) -> tuple[mx.array, ...]:
         centre = None if self.basis is None else self.basis.centre
-        return tuple(a for a in (self.packed, self.scales, self.biases, centre) if a is not None)
+        return tuple(a for a in (self.packed, self.scales, self.biases, centre, self.residual) if a is not None)
+
+    @property
+    def base(self) -> QuantizedTensor:
+        """The tensor without its residual, over the same arrays."""
+        return self if self.residual is None else dataclasses.replace(self, residual=None)
 
     @property
     def is_cheap_to_unpack(self) -> bool:
         """Whole bytes on a CPU: converting them costs less than `quantized_matmul`, which goes value by value."""
-        return self.plan.bits == 8 and self.dtype == mx.float32 and mx.default_device().type == mx.cpu
+        return self.bits == 8 and self.dtype == mx.float32 and mx.default_device().type == mx.cpu
 
     @property
     def nbytes(self) -> int:
@@ -125,9 +138,10 @@ class QuantizedTensor:
         if basis is not None:
             centre, scale = (None if a is None else a[:, heads] for a in (basis.centre, basis.scale))
             basis = dataclasses.replace(basis, centre=centre, scale=scale)
-        packed, scales, biases = (None if a is None else a[:, heads] for a in (self.packed, self.scales, self.biases))
-        assert packed is not None
-        return dataclasses.replace(self, packed=packed, scales=scales, biases=biases, basis=basis)
+        names = ("packed", "scales", "biases", "residual")
+        arrays: dict[str, Any] = {name: getattr(self, name) for name in names}
+        views: dict[str, Any] = {name: None if array is None else array[:, heads] for name, array in arrays.items()}
+        return dataclasses.replace(self, **views, basis=basis)
 
 
 def pad_last(x: mx.array, width: int, *, mode: Literal["constant", "edge"]) -> mx.array:
@@ -136,10 +150,13 @@ def pad_last(x: mx.array, width: int, *, mode: Literal["constant", "edge"]) -> m
     return x if missing == 0 else mx.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)], mode=mode)
 
 
-def quantize(x: mx.array, plan: TensorPlan, basis: Basis | None = None, *, is_fitted: bool = False) -> QuantizedTensor:
+def quantize(
+    x: mx.array, plan: TensorPlan, basis: Basis | None = None, *, is_fitted: bool = False, is_nested: bool = False
+) -> QuantizedTensor:
     """Pack `x` [1, Hk, T, D] by `plan`, in `basis`. Lazy: evaluate before it is shared.
 
-    `is_fitted` fits each group's range for the least squared error instead of taking its ends.
+    `is_fitted` fits each group's range for the least squared error instead of taking its ends. `is_nested` splits codes
+    of 8 bits into a base and a residual.
     """
     if not plan.is_quantized:
         return QuantizedTensor(plan, x.dtype, mx.contiguous(x))
@@ -150,7 +167,50 @@ def quantize(x: mx.array, plan: TensorPlan, basis: Basis | None = None, *, is_fi
         packed, scales, biases = quantize_fitted(padded, plan.group_size, plan.bits)
     else:
         packed, scales, biases = mx.quantize(padded, group_size=plan.group_size, bits=plan.bits)
+    if is_nested:
+        assert plan.bits == 8, plan
+        packed, scales, biases, residual = _nest(padded, scales, biases)
+        return QuantizedTensor(dataclasses.replace(plan, bits=4), x.dtype, packed, scales, biases, basis, residual)
     return QuantizedTensor(plan, x.dtype, packed, scales, biases, basis)
+
+
+_BASE_OFFSET = 7.5 / 16
+"""Codes c = 16 * high + low are read as high * S + B, plus low * S / 16 - 7.5 / 16 * S: the base has the middle of the
+16 codes that it stands for."""
+
+
+def _nest(x: mx.array, scales: mx.array, biases: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    """Codes of 8 bits on the grid of `scales` and `biases`: their base, its scales and biases, and the residual."""
+    step = scales.astype(mx.float32)
+    scales, biases = 16 * scales, (biases.astype(mx.float32) + 7.5 * step).astype(x.dtype)  # 16 times is exact
+    # The bias is rounded, in half precision by more than a code perhaps, so codes are the nearest of what is stored.
+    start = (biases.astype(mx.float32) - 7.5 * step)[..., None]
+    groups = x.astype(mx.float32).reshape(*scales.shape, -1)
+    codes = mx.clip(mx.round((groups - start) / step[..., None]), 0, 255).astype(mx.uint8)
+    codes = codes.reshape(*x.shape[:-1], -1, 2)  # two codes to a byte of either plane, the first one lowest
+    even, odd = codes[..., 0], codes[..., 1]
+    high, low = (even >> 4) | (odd & 240), (even & 15) | (odd << 4)
+    return high.view(mx.uint32), scales, biases, low.view(mx.uint32)
+
+
+Plane = tuple[mx.array, Any, Any]
+"""Packed words, scales and biases, as `mx.quantized_matmul` takes them."""
+
+
+def planes(packed: mx.array, scales: mx.array, biases: mx.array, residual: mx.array | None) -> list[Plane]:
+    """What is to be read one after another and summed up: the base, and its residual if there is one."""
+    base = (packed, scales, biases)
+    return [base] if residual is None else [base, (residual, scales / 16, scales * -_BASE_OFFSET)]
+
+
+def _whole(packed: mx.array, scales: mx.array, biases: mx.array, residual: mx.array) -> Plane:
+    """Base and residual as `mx.quantize` packs 8 bits, with float32 scales and biases: in half precision they would
+    be rounded once more."""
+    high, low = packed.view(mx.uint8), residual.view(mx.uint8)
+    even, odd = (high << 4) | (low & 15), (high & 240) | (low >> 4)
+    scales = scales.astype(mx.float32)
+    words = mx.stack([even, odd], axis=-1).flatten(-2).view(mx.uint32)
+    return words, scales / 16, biases.astype(mx.float32) - scales * _BASE_OFFSET
 
 
 _SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8)  # of a group's range: few codes are better spent on its middle
@@ -218,21 +278,23 @@ def unpack(tensor: QuantizedTensor, num_tokens: int | None = None) -> mx.array:
     packed, scales, biases = tensor.first(stop)
     if not plan.is_quantized:
         return packed
+    if tensor.residual is not None:
+        packed, scales, biases = _whole(packed, scales, biases, tensor.residual[:, :, :stop])
     if tensor.is_cheap_to_unpack:
         # MLX's CPU kernel unpacks value by value; whole bytes convert three times faster.
         codes = packed.view(mx.uint8).reshape(*scales.shape, plan.group_size).astype(mx.float32)
         full = (codes * scales[..., None] + biases[..., None]).flatten(-2)
     else:
-        full = mx.dequantize(packed, scales, biases, group_size=plan.group_size, bits=plan.bits)
+        full = mx.dequantize(packed, scales, biases, group_size=plan.group_size, bits=tensor.bits).astype(tensor.dtype)
     return full[..., : plan.head_dim]
 
 
 def join(tensors: Sequence[QuantizedTensor]) -> QuantizedTensor:
     """Concatenate along T by moving packed words: nothing is requantized."""
     first = tensors[0]
-    columns = zip(*((t.packed, t.scales, t.biases) for t in tensors), strict=True)
+    columns = zip(*((t.packed, t.scales, t.biases, t.residual) for t in tensors), strict=True)
     joined: list[Any] = [None if c[0] is None else mx.concatenate(list(c), axis=2) for c in columns]
-    return QuantizedTensor(first.plan, first.dtype, joined[0], joined[1], joined[2], first.basis)
+    return QuantizedTensor(first.plan, first.dtype, joined[0], joined[1], joined[2], first.basis, joined[3])
 
 
 def checksum(arrays: Iterable[mx.array]) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import mlx.core as mx
 
@@ -30,11 +33,20 @@ class KVBlock:
     def nbytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes
 
+    @property
+    def residuals(self) -> tuple[mx.array, ...]:
+        return tuple(tensor.residual for tensor in (self.keys, self.values) if tensor.residual is not None)
+
+    @property
+    def base(self) -> KVBlock:
+        return KVBlock(self.keys.base, self.values.base) if self.residuals else self
+
     def is_like(self, other: KVBlock) -> bool:
         """May the rows of both become one block?"""
         pairs = ((self.keys, other.keys), (self.values, other.values))
         return all(
-            a.plan == b.plan and (a.basis is b.basis or (a.basis is not None and a.basis.is_like(b.basis)))
+            (a.plan, a.bits) == (b.plan, b.bits)
+            and (a.basis is b.basis or (a.basis is not None and a.basis.is_like(b.basis)))
             for a, b in pairs
         )
 
@@ -61,6 +73,14 @@ class LayerKV:
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self.arrays)
 
+    @property
+    def residuals(self) -> tuple[mx.array, ...]:
+        return tuple(array for block in self.blocks for array in block.residuals)
+
+    @property
+    def base(self) -> LayerKV:
+        return LayerKV(tuple(block.base for block in self.blocks))
+
     def first(self, num_rows: int) -> Iterator[tuple[KVBlock, int]]:
         """The blocks of the first `num_rows` rows, and how many of each are among them."""
         for block in self.blocks:
@@ -84,10 +104,15 @@ class LayerState:
     """One layer's state behind the last token of a segment."""
 
     arrays: tuple[mx.array, ...]
+    residuals: ClassVar[tuple[mx.array, ...]] = ()
 
     @property
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self.arrays)
+
+    @property
+    def base(self) -> LayerState:
+        return self
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +121,9 @@ class SharedSegment:
 
     Keys are stored after RoPE, so a segment is valid at its absolute position only and only behind
     the very tokens that it was computed behind.
+
+    `checksum` is that of all but the residual planes of nested precision, which have one of their own: without them the
+    segment is still what it was sealed as.
     """
 
     slot: int
@@ -105,6 +133,7 @@ class SharedSegment:
     quant: QuantSpec
     fingerprint: str
     checksum: str
+    residual_checksum: str | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -126,13 +155,38 @@ class SharedSegment:
         for layer in self.layers:
             yield from layer.arrays
 
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes of its residual planes; 0 if it has none, or none any more."""
+        return sum(array.nbytes for layer in self.layers for array in layer.residuals)
+
+    @property
+    def base(self) -> SharedSegment:
+        """The segment without its residual planes, over the same arrays; itself if it has none."""
+        return self if self.residual_checksum is None else self._base
+
+    @functools.cached_property  # one object, so that all that read it are one group; never itself, which were a cycle
+    def _base(self) -> SharedSegment:
+        layers = tuple(layer.base for layer in self.layers)
+        return dataclasses.replace(self, layers=layers, residual_checksum=None)
+
     def compute_checksum(self) -> str:
         """The digest of the bytes as they are now; equal to `checksum` as long as nothing wrote to them."""
         return layers_checksum(self.layers)
 
+    def compute_residual_checksum(self) -> str | None:
+        """The same of the residual planes and `residual_checksum`; None if there are none."""
+        return residuals_checksum(self.layers)
+
 
 def layers_checksum(layers: tuple[LayerKV | LayerState, ...]) -> str:
-    return checksum(array for layer in layers for array in layer.arrays)
+    """Of all but the residual planes."""
+    return checksum(array for layer in layers for array in layer.base.arrays)
+
+
+def residuals_checksum(layers: tuple[LayerKV | LayerState, ...]) -> str | None:
+    residuals = [array for layer in layers for array in layer.residuals]
+    return checksum(residuals) if residuals else None
 
 
 @dataclass(frozen=True)

@@ -232,6 +232,10 @@ class QuantSpec:
     `layer_bits`: (layer, k_bits, v_bits) of layers that differ; -1 is the last one. Where one side differs from
         `k_bits` and `v_bits` in a few layers only, as to protect the first and the last.
 
+    `is_nested` stores 8 bits as two planes of 4, the base and its residual, in as many bytes: one agent may read the
+    base alone (`QuantizedAttention.reads_base`), and a manager may drop the residuals (any-precision weights, arXiv
+    2402.10517, for a cache).
+
     Where `group_size` does not divide a head dim, `resolve_tensor` picks among the group sizes up
     to the asked one the cheapest packing in bytes per row, padding the row to whole groups: 96 takes
     groups of 32, 80 and 72 are padded to 96 in groups of 32, 112 to 128 in groups of 64.
@@ -246,6 +250,7 @@ class QuantSpec:
     is_fitted: bool = False
     layer_bits: tuple[tuple[int, int, int], ...] = ()
     is_adaptive: bool = False
+    is_nested: bool = False
 
     def __post_init__(self) -> None:
         _require(
@@ -268,6 +273,10 @@ class QuantSpec:
             _is_count(self.group_size) and self.group_size in SUPPORTED_GROUP_SIZES,
             f"[QuantSpec] group_size: expected one of {SUPPORTED_GROUP_SIZES}, got {self.group_size!r}",
         )
+        _require(
+            not self.is_nested or (not self.is_adaptive and self._all_bits <= {8, FULL_PRECISION_BITS}),
+            f"[QuantSpec] is_nested: expected 8 bits for all that is packed, got K{self.k_bits}V{self.v_bits}",
+        )
 
     @classmethod
     def preset(cls, name: str) -> QuantSpec:
@@ -289,15 +298,18 @@ class QuantSpec:
         bits = f"K{self.k_bits}V{self.v_bits} g{self.group_size}"
         if name is not None:
             return f"{name} ({bits})"
-        flags = [flag for flag in ("rotated", "centred", "fitted", "adaptive") if getattr(self, f"is_{flag}")]
+        flags = [flag for flag in ("rotated", "centred", "fitted", "nested", "adaptive") if getattr(self, f"is_{flag}")]
         flags += [f"sinks{self.sink_tokens}"] if self.sink_tokens else []
         return " ".join([bits, *flags, *(f"layer{layer}:K{k}V{v}" for layer, k, v in self.layer_bits)])
 
     @property
     def is_packed(self) -> bool:
         """Is anything quantized at all?"""
-        bits = {self.k_bits, self.v_bits, *(b for entry in self.layer_bits for b in entry[1:])}
-        return bits != {FULL_PRECISION_BITS}
+        return self._all_bits != {FULL_PRECISION_BITS}
+
+    @property
+    def _all_bits(self) -> set[int]:
+        return {self.k_bits, self.v_bits, *(b for entry in self.layer_bits for b in entry[1:])}
 
     def raised(self, bits: int) -> QuantSpec:
         """With `bits` at least, in every layer."""

@@ -15,7 +15,17 @@ import mlx.core as mx
 
 from .errors import HandoffError, InvalidValueError
 from .quantize import join
-from .segment import KVBlock, LayerKV, LayerState, SegmentView, SharedSegment, layers_checksum, readable, truncate_views
+from .segment import (
+    KVBlock,
+    LayerKV,
+    LayerState,
+    SegmentView,
+    SharedSegment,
+    layers_checksum,
+    readable,
+    residuals_checksum,
+    truncate_views,
+)
 from .spec import CacheSpec
 
 
@@ -43,6 +53,15 @@ class Record:
     @property
     def is_evictable(self) -> bool:
         return self.segment is not None and not self.holders
+
+    @property
+    def residual_bytes(self) -> int:
+        return 0 if self.segment is None else self.segment.residual_bytes
+
+    def put(self, segment: SharedSegment) -> None:
+        """Store `segment`, and count its bytes."""
+        self.slot = dataclasses.replace(self.slot, nbytes=segment.nbytes)
+        self.segment, self.counted_bytes = segment, segment.nbytes
 
 
 class SegmentTable:
@@ -151,12 +170,13 @@ class SegmentTable:
         layers = tuple(_join_rows(*pair) for pair in zip(first.layers, second.layers, strict=True))
         mx.eval([kv.arrays for kv in layers])
         left, right = self.records[first.slot], self.records[second.slot]
-        nbytes, checksum = sum(layer.nbytes for layer in layers), layers_checksum(layers)
+        nbytes = sum(layer.nbytes for layer in layers)
+        checksum, residual_checksum = layers_checksum(layers), residuals_checksum(layers)
         # From here on no step takes time, so that an interrupt finds the table before or after.
         slot = self.allocate(first.num_tokens + second.num_tokens, nbytes, nbytes).slot
         joined = dataclasses.replace(
             first, slot=slot, token_ids=first.token_ids + second.token_ids, layers=layers,
-            checksum=checksum,
+            checksum=checksum, residual_checksum=residual_checksum,
         )  # fmt: skip
         record = self.records[slot]
         record.children, record.last_used = right.children, right.last_used

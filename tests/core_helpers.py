@@ -30,8 +30,12 @@ def make_spec(layers=1, heads=1, k_dim=32, v_dim=None, dtype="float32", max_toke
     return CacheSpec((LayerSpec(heads, k_dim, v_dim or k_dim),) * layers, dtype, max_tokens, FINGERPRINT)
 
 
-def make_manager(quant: QuantSpec = K8V8, *, budget_bytes: int = 2**30, **spec) -> SharedKVCacheManager:
-    return SharedKVCacheManager(make_spec(**spec), quant, budget_bytes=budget_bytes)
+def make_manager(
+    quant: QuantSpec = K8V8, *, budget_bytes: int = 2**30, may_drop_residuals: bool = False, **spec
+) -> SharedKVCacheManager:
+    return SharedKVCacheManager(
+        make_spec(**spec), quant, budget_bytes=budget_bytes, may_drop_residuals=may_drop_residuals
+    )
 
 
 def normal(*shape: int, seed: int = 0, dtype: mx.Dtype = mx.float32) -> mx.array:

@@ -6,14 +6,14 @@ Qwen2.5-7B answers 98 of 120 questions in full precision and none of them with a
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from recall import BREAKING_BIAS, Records, ask, calibration_ids, load_recall_model, recall, records
 
-from mlx_qkvshare import AgentSession, QuantizedAttention, QuantSpec, SharedKVCacheManager
+from mlx_qkvshare import AgentSession, QuantSpec, SharedKVCacheManager
+from mlx_qkvshare.attention import WatchedAttention
 from mlx_qkvshare.calibrate import calibrate
 from mlx_qkvshare.spec import PRESETS
 
@@ -80,34 +80,22 @@ def test_questions_in_one_batch_are_answered_as_one_by_one_on_the_packed_rows(qu
 # --- what tells a cache that breaks from one that does not -----------------------------------------
 
 
-class LastQueries(QuantizedAttention):
-    """Attention that keeps the queries of the last step of every layer."""
-
-    found: dict[int, mx.array]
-
-    def __init__(self) -> None:
-        super().__init__()
-        object.__setattr__(self, "found", {})
-
-    def attend(self, queries: mx.array, cache: Any, **options: Any) -> mx.array:
-        self.found[cache.layer] = queries
-        return super().attend(queries, cache, **options)
-
-
 def relative(found: mx.array, expected: mx.array) -> float:
     return (mx.linalg.norm((found - expected).flatten()) / mx.linalg.norm(expected.flatten())).item()
 
 
 def errors(key_bias: float, quant: QuantSpec, asked: Records, num_queries: int = 8) -> list[tuple[float, float]]:
     """Per layer: relative MSE of its keys, and relative error of what the context's last queries read from it."""
-    lm, kept = load_recall_model(key_bias), LastQueries()
-    with AgentSession("owner", lm, SharedKVCacheManager(lm.spec, quant), attention=kept) as session:
+    lm, last = load_recall_model(key_bias), {}
+    attention = WatchedAttention(watch=lambda layer, queries, scale: last.update({layer: queries}))
+    manager = SharedKVCacheManager(lm.spec, quant, guard=None)
+    with AgentSession("owner", lm, manager, attention=attention) as session:
         session.prefill(asked.prompt)
         exact = [layer.keys_and_values() for layer in session.caches]
         session.seal()
         found = []
         for index, layer in enumerate(session.caches):
-            queries, rows = kept.found[index][:, :, -num_queries:], layer.keys_and_values()
+            queries, rows = last[index][:, :, -num_queries:], layer.keys_and_values()
             outputs = [
                 mx.fast.scaled_dot_product_attention(queries, *it, scale=queries.shape[-1] ** -0.5, mask="causal")
                 for it in (rows, exact[index])
