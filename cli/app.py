@@ -11,6 +11,7 @@ from .. import QKVShareError, __version__
 from . import bench
 from .chat import chat
 from .demo import demo
+from .doctor import doctor
 from .serve import serve
 from .terminal import Terminal
 
@@ -32,6 +33,7 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(chat)
+app.command()(doctor)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
 app.add_typer(bench.app, name="bench")
 

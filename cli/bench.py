@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import mlx.core as mx
@@ -15,10 +16,15 @@ from ..bench import HandoffRow, MemoryRow, bench_handoff, bench_memory
 from ..bench_attention import AttentionRow, AttentionShape, bench_attention, read_bandwidth, table_of
 from ..bench_decode import DecodeRow, bench_decode
 from ..bench_latency import LatencyRow, bench_latency
+from ..calibrate import calibrate
 from ..errors import InvalidValueError
+from ..fidelity import FidelityRow, standard_candidates
+from ..fidelity import fidelity as run_fidelity
 from ..measure import machine, report, versions
 from ..model import DEFAULT_MODEL
+from ..passages import TEXTS, copy_passage, passage, text_of
 from ..routes import device_name, of_device
+from ..spec import ITEM_BYTES
 from .options import CacheDir, GroupSize, Model, load_model
 from .terminal import Terminal, format_bytes, format_seconds, make_table
 
@@ -178,6 +184,46 @@ def attention(
     _finish(terminal, "attention", f"one layer of {heads} heads, {kv_heads} KV heads, head dim {head_dim}", rows)
 
 
+@app.command()
+def fidelity(
+    model: Model = None,
+    prefix: Annotated[int, typer.Option(help="Tokens that are sealed.", min=32)] = 1536,
+    scored: Annotated[int, typer.Option(help="Tokens that are scored behind them.", min=32)] = 512,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(help="A text file of your own; may be repeated.", show_default="the texts that come along"),
+    ] = None,
+    copied: Annotated[int, typer.Option("--copy", help="Tokens of the recall test; 0 = none.", min=0)] = 512,
+    handoffs: Annotated[int, typer.Option(help="Hops of the rows that were handed on.", min=2)] = 8,
+    dtype: Annotated[
+        str, typer.Option(help="Of rows kept in full and of scales: float16, bfloat16, float32.")
+    ] = "float16",
+    stock: Annotated[bool, typer.Option("--stock/--no-stock", help="mlx-lm's quantized caches beside.")] = True,
+    factors: Annotated[bool, typer.Option("--factors/--no-factors", help="The presets with key factors, too.")] = True,
+    cache_dir: CacheDir = None,
+    json_only: JsonOnly = False,
+) -> None:
+    """What packed prefixes cost in quality: KL, perplexity and recall against full precision, on real text."""
+    terminal = Terminal()
+    if dtype not in ITEM_BYTES:
+        raise InvalidValueError(f"--dtype: expected one of {sorted(ITEM_BYTES)}, got {dtype!r}")
+    texts = {path.stem: path.read_text(encoding="utf-8", errors="replace") for path in text or ()}
+    texts = texts or {name: text_of(name) for name in TEXTS}
+    lm = load_model(model, cache_dir, terminal)
+    sizes = {"prefix_tokens": prefix, "scored_tokens": scored}
+    passages = [passage(lm.tokenizer, name, content, **sizes) for name, content in texts.items()]
+    if copied:
+        content = next(iter(texts.values()))
+        half = max(1, copied // 2)
+        passages.append(copy_passage(lm.tokenizer, content, prefix_tokens=copied, scored_tokens=half))
+    found = calibrate(lm) if factors else None
+    candidates = [it for it in standard_candidates(found, handoffs=handoffs) if stock or not it.is_stock]
+    rows = run_fidelity(lm, candidates, passages, dtype=dtype, note=terminal.note)
+    if not json_only:
+        _print_fidelity(terminal, rows, list(texts), dtype)
+    _finish(terminal, "fidelity", model, rows)
+
+
 def _finish(terminal: Terminal, name: str, model: str | None, rows: Sequence[Any]) -> None:
     found = report(name, model or DEFAULT_MODEL, [dataclasses.asdict(row) for row in rows])
     print(json.dumps(found), file=terminal.out.file)
@@ -278,6 +324,25 @@ def _print_latency(terminal: Terminal, rows: list[LatencyRow]) -> None:
         times = (row.median_seconds, row.p95_seconds, row.longest_seconds, row.prefill_seconds)
         table.add_row(row.way, size, str(row.num_gaps), *map(format_seconds, times))
     terminal.out.print(table)
+
+
+def _print_fidelity(terminal: Terminal, rows: list[FidelityRow], texts: list[str], dtype: str) -> None:
+    _print_place(terminal, f"Full precision against packed prefixes, {dtype} caches; mean KL of {', '.join(texts)}")
+    table = make_table(
+        terminal, "setting", "bits a\nvalue", "mean KL of each text", "p99", "top-1", "perplexity", "recall"
+    )
+    for row in rows:
+        if row.kl_mean is None:
+            table.add_row(row.config, f"{row.bits_per_value:.2f}", "refused", "", "", "", "")
+            continue
+        means = " ".join(f"{value:.1e}" for value in row.kl_by_passage.values())
+        low, high = row.ppl_delta_interval or (0.0, 0.0)
+        growth = f"{row.ppl_delta_percent:+.2f} %\n({low:+.2f}..{high:+.2f})"
+        recall = "-" if row.recall is None else f"{row.recall:.1%}"
+        bits = f"{row.bits_per_value:.2f}"
+        table.add_row(row.config, bits, means, f"{row.kl_p99:.1e}", f"{row.top1_agreement:.3f}", growth, recall)
+    terminal.out.print(table)
+    terminal.line("bits a value: all in, of a 16-bit model. perplexity: growth, and its 95 % interval.")
 
 
 def _print_attention(terminal: Terminal, rows: list[AttentionRow], ceiling: float) -> None:

@@ -137,6 +137,7 @@ def chat(
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.", show_default="fresh")] = None,
     bits: options.Bits = None,
     preset: options.Preset = None,
+    unsafe: options.Unsafe = False,
     k_bits: options.KBits = None,
     v_bits: options.VBits = None,
     group_size: options.GroupSize = 64,
@@ -152,7 +153,7 @@ def chat(
     )
     quant, budget_bytes = options.quant_spec(bits, k_bits, v_bits, group_size, preset), options.parse_bytes(budget)
     loaded = options.load_model(model, cache_dir, terminal)
-    manager = SharedKVCacheManager(loaded.spec, quant, budget_bytes=budget_bytes)
+    manager = SharedKVCacheManager(loaded.spec, quant, budget_bytes=budget_bytes, allow_unsafe=unsafe)
     make = Panel if parallel else Conversation
     with contextlib.closing(make(agents, loaded, manager, settings, terminal)) as conversation:
         terminal.note(banner(conversation, loaded, model))

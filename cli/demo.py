@@ -94,6 +94,7 @@ def demo(
     cache_dir: options.CacheDir = None,
     bits: options.Bits = None,
     preset: options.Preset = None,
+    unsafe: options.Unsafe = False,
     k_bits: options.KBits = None,
     v_bits: options.VBits = None,
     group_size: options.GroupSize = 64,
@@ -110,7 +111,7 @@ def demo(
         terminal.note("(this model has no chat template: its turns begin with System:, User: and Assistant:)")
     num_tokens = len(loaded.tokenizer.encode(read_document(), add_special_tokens=False))
     terminal.line(f"document: {DOCUMENT}, {num_tokens:,} tokens; task: {TASK}\n", style="bold")
-    manager = SharedKVCacheManager(loaded.spec, quant)
+    manager = SharedKVCacheManager(loaded.spec, quant, allow_unsafe=unsafe)
     result = Relay(loaded, manager, sampling, max_tokens, terminal).run(legs(), is_parallel=parallel)
     terminal.out.print(turns_table(terminal, result.turns))
     terminal.out.print(totals_table(terminal, result, str(manager.quant)))

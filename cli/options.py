@@ -27,12 +27,23 @@ CacheDir = Annotated[
     Path | None, typer.Option("--cache-dir", help="Where converted models are kept.", show_default="the user's cache")
 ]
 Bits = Annotated[int | None, typer.Option("--bits", help="Bits of keys and values: 2, 3, 4, 5, 6, 8; 16 = off.")]
-KBits = Annotated[int | None, typer.Option("--k-bits", help="Bits of the keys.", show_default="--bits, or 8")]
-VBits = Annotated[int | None, typer.Option("--v-bits", help="Bits of the values.", show_default="--bits, or 8")]
+KBits = Annotated[
+    int | None, typer.Option("--k-bits", help="Bits of the keys.", show_default="--bits, or 8, or see --preset")
+]
+VBits = Annotated[
+    int | None, typer.Option("--v-bits", help="Bits of the values.", show_default="--bits, or 8, or see --preset")
+]
 Budget = Annotated[str, typer.Option("--budget", help="Bytes for all keys and values, such as 512M.")]
 Preset = Annotated[
-    str | None, typer.Option("--preset", help="safe, balanced or tight: 8, 6 or 4 bits packed with care.")
+    str | None,
+    typer.Option(
+        "--preset",
+        help="safe, balanced or tight: 8, 6 or 4 bits packed with care.",
+        show_default="what `qkvshare doctor` found best, else safe",
+    ),
 ]
+Unsafe = Annotated[bool, typer.Option("--unsafe", help="Take bits that the doctor refused for this model.")]
+DEFAULT_GROUP_SIZE = 64
 GroupSize = Annotated[int, typer.Option("--group-size", help="Values per scale: 32, 64 or 128.")]
 Temperature = Annotated[float, typer.Option("--temperature", help="0 takes the most likely token.")]
 
@@ -42,12 +53,17 @@ _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 def quant_spec(
     bits: int | None, k_bits: int | None, v_bits: int | None, group_size: int, preset: str | None = None
-) -> QuantSpec:
-    """--k-bits and --v-bits win over --bits; without any, 8. A preset says it all, and goes with none of them."""
+) -> QuantSpec | str | None:
+    """--k-bits and --v-bits win over --bits. A preset says it all, and goes with none of them. Without any, what the
+    doctor found best for the model, else `safe`: None."""
+    if (bits, k_bits, v_bits) == (None, None, None):
+        if group_size != DEFAULT_GROUP_SIZE:
+            raise InvalidValueError("--group-size: expected --bits, --k-bits or --v-bits beside it")
+        if preset is not None:
+            QuantSpec.preset(preset)  # an unknown name is told before the model is loaded
+        return preset
     if preset is not None:
-        if (bits, k_bits, v_bits) != (None, None, None):
-            raise InvalidValueError("--preset: expected no --bits, --k-bits or --v-bits beside it")
-        return QuantSpec.preset(preset)
+        raise InvalidValueError("--preset: expected no --bits, --k-bits or --v-bits beside it")
     both = 8 if bits is None else bits
     return QuantSpec(both if k_bits is None else k_bits, both if v_bits is None else v_bits, group_size)
 

@@ -154,7 +154,7 @@ class Relay:
     def _reprefill(self) -> float:
         """Seconds to the first token of the last turn's prompt, from nothing: what a handoff saves."""
         progress = ProgressLine(self._terminal)
-        manager = SharedKVCacheManager(self._model.spec, self._manager.quant)
+        manager = SharedKVCacheManager(self._model.spec, self._manager.quant, allow_unsafe=True)
         with AgentSession("reprefill", self._model, manager) as session, contextlib.closing(progress):
             started = time.perf_counter()
             stream = session.stream(

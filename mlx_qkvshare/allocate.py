@@ -18,14 +18,17 @@ from .parts import compute_dtype
 
 BLOCK_TOKENS = 128
 BITS = (2, 3, 4, 5, 6, 8)
+_TRUST = 0.25
+"""The power to which what was seen is raised: later tokens look elsewhere than the last ones did. Of 1, 1/2, 0.35 and
+1/4 the last did best on two models."""
 
 KINDS = {"system": 1.0, "task": 0.5, "context": 0.0, "tool": 0.0, "chatter": -1.0}
 """Bits more than the average for what later agents will look at much, and fewer for what they will not."""
 
 
 def block_importance(looked: Looked, keys: mx.array) -> list[float]:
-    """What an error in each block of `keys` [1, Hk, T, D] does to attention: the sum of squared attention weights of
-    the last n queries on its tokens. The error of an output is a sum of independent errors, each times its weight."""
+    """What an error in each block of `keys` [1, Hk, T, D] may do to attention, from the squared attention weights of
+    the last n queries on its tokens: the error of an output is a sum of independent errors, each times its weight."""
     num_kv_heads, num_tokens = keys.shape[1:3]
     num_queries = min(looked.queries.shape[2], num_tokens)
     compute = compute_dtype(keys.dtype)
@@ -37,7 +40,7 @@ def block_importance(looked: Looked, keys: mx.array) -> list[float]:
     mass = mx.sum(mx.square(weights.astype(mx.float32)), axis=(0, 1, 2))
     starts = range(0, num_tokens, BLOCK_TOKENS)
     found = mx.stack([mx.sum(mass[start : start + BLOCK_TOKENS]) for start in starts])
-    return [float(value) for value in found.tolist()]  # type: ignore[union-attr,arg-type]
+    return [float(value) ** _TRUST for value in found.tolist()]  # type: ignore[union-attr,arg-type]
 
 
 def allocate(importance: Sequence[float], num_tokens: Sequence[int], bits: float) -> list[int]:

@@ -14,7 +14,7 @@ from .bench_stock import PREFILL_STEP, StockCache, stock_quantized
 from .errors import IntegrityError
 from .handoff import HandoffCoordinator, HandoffRecord
 from .manager import SharedKVCacheManager
-from .measure import buffer_address, interleaved_medians, live_bytes, peak_bytes, sample_tokens, seconds
+from .measure import AS_ASKED, buffer_address, interleaved_medians, live_bytes, peak_bytes, sample_tokens, seconds
 from .session import AgentSession
 from .spec import QuantSpec
 
@@ -112,7 +112,7 @@ def _private_ids(lm: LoadedModel, index: int, count: int) -> list[int]:
 def _ours_live(lm: LoadedModel, shared: list[int], num_agents: int, private: int, quant: QuantSpec) -> list[int]:
     """Live bytes with 0, 1, … agents, the shared prefix included."""
     before = live_bytes()
-    manager = SharedKVCacheManager(lm.spec, quant)
+    manager = SharedKVCacheManager(lm.spec, quant, **AS_ASKED)
     with AgentSession("prefill", lm, manager, prefill_step_tokens=PREFILL_STEP) as first:
         first.prefill(shared)
         first.seal()
@@ -183,7 +183,7 @@ class _Ring:
     def __init__(self, lm: LoadedModel, num_tokens: int, num_agents: int, turn_tokens: int, quant: QuantSpec):
         self.shared = sample_tokens(lm.tokenizer, num_tokens)
         self.turn = sample_tokens(lm.tokenizer, turn_tokens, skip=num_tokens)
-        self.quant, self.manager = quant, SharedKVCacheManager(lm.spec, quant)
+        self.quant, self.manager = quant, SharedKVCacheManager(lm.spec, quant, **AS_ASKED)
         self.coordinator = HandoffCoordinator(self.manager)
         self._agents = [
             AgentSession(f"agent {i}", lm, self.manager, prefill_step_tokens=PREFILL_STEP) for i in range(num_agents)
@@ -290,7 +290,7 @@ def _handoff_row(lm: LoadedModel, ring: _Ring, decode_tokens: int, repeats: int,
     )
 
 
-# --- what a prefill peaks at, and what quantization costs -----------------------------------------
+# --- what a prefill peaks at ---------------------------------------------------------------------
 
 
 def prefill_peaks(lm: LoadedModel, num_tokens: int, quant: QuantSpec | None = None) -> dict[str, int]:
@@ -298,7 +298,9 @@ def prefill_peaks(lm: LoadedModel, num_tokens: int, quant: QuantSpec | None = No
     ids = sample_tokens(lm.tokenizer, num_tokens)
 
     def ours() -> None:
-        agent = AgentSession("peak", lm, SharedKVCacheManager(lm.spec, quant), prefill_step_tokens=PREFILL_STEP)
+        agent = AgentSession(
+            "peak", lm, SharedKVCacheManager(lm.spec, quant, **AS_ASKED), prefill_step_tokens=PREFILL_STEP
+        )
         agent.prefill(ids)
         agent.seal()
 
@@ -307,38 +309,3 @@ def prefill_peaks(lm: LoadedModel, num_tokens: int, quant: QuantSpec | None = No
     rows = (it.sealed_rows(num_tokens) * it.row_bytes(lm.spec.item_bytes) for it in lm.spec.attention)
     layer = max(rows, default=0)
     return {"tokens": num_tokens, "ours_peak_bytes": ours_peak, "stock_peak_bytes": stock_peak, "layer_bytes": layer}
-
-
-def kl_divergence(
-    lm: LoadedModel,
-    *,
-    prefix_tokens: int = 1024,
-    scored_tokens: int = 512,
-    skip: int = 0,
-    quant: QuantSpec | None = None,
-    key_factors: Sequence[mx.array | None] | None = None,
-    attention: QuantizedAttention | None = None,
-) -> dict[str, float]:
-    """KL of next-token distributions, full precision || sealed prefix, over `scored_tokens` tokens of real text.
-
-    The prefix is prefilled in full precision and sealed; the scored tokens are fed behind it in both. It begins with
-    the BOS token where the tokenizer adds one: some models (Gemma) are lost without.
-    """
-    begin = lm.tokenizer.encode("")
-    ids = begin + sample_tokens(lm.tokenizer, prefix_tokens + scored_tokens - len(begin), skip=skip)
-    prefix, scored = ids[:prefix_tokens], ids[prefix_tokens:]
-    manager = SharedKVCacheManager(lm.spec, quant, key_factors=key_factors)
-    agent = AgentSession("kl", lm, manager, prefill_step_tokens=PREFILL_STEP, attention=attention)
-    agent.prefill(prefix)
-    agent.seal()
-    ours = _log_probabilities(agent.score(scored))
-    exact = _log_probabilities(lm.model(mx.array(scored)[None], cache=StockCache(lm, prefix).layers)[0])
-    kl = mx.sum(mx.exp(exact) * (exact - ours), axis=-1)
-    agrees = mx.mean(mx.argmax(exact, axis=-1) == mx.argmax(ours, axis=-1))
-    found = {"mean_kl": mx.mean(kl), "max_kl": mx.max(kl), "top1_agreement": agrees}
-    return {name: float(value.item()) for name, value in found.items()}  # type: ignore[arg-type]
-
-
-def _log_probabilities(logits: mx.array) -> mx.array:
-    logits = logits.astype(mx.float32)
-    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)

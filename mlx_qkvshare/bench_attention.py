@@ -18,7 +18,7 @@ from .batch_cache import BatchLayerCache
 from .errors import InvalidValueError
 from .layer_cache import LayerCache
 from .manager import SharedKVCacheManager
-from .measure import interleaved_medians, seconds
+from .measure import AS_ASKED, interleaved_medians, seconds
 from .routes import Kind, Route, RoutePoint, RouteTable, device_name
 from .spec import CacheSpec, Fingerprint, LayerSpec, QuantSpec
 
@@ -127,7 +127,7 @@ class _Context:
         self._dtype: mx.Dtype = getattr(mx, dtype)
         layer = LayerSpec(shape.num_kv_heads, shape.head_dim, shape.head_dim)
         spec = CacheSpec((layer,) * layers, dtype, 2 * num_tokens + 4096, Fingerprint("bench", "", "", ""))
-        self._manager = SharedKVCacheManager(spec, quant, budget_bytes=2**40)
+        self._manager = SharedKVCacheManager(spec, quant, budget_bytes=2**40, **AS_ASKED)
         self._full = [(self._random(num_tokens), self._random(num_tokens)) for _ in range(layers)]
         slot = self._manager.allocate_shared_slot(num_tokens)
         self._prefix = self._manager.quantize_and_store(slot, list(range(num_tokens)), self._full)

@@ -12,7 +12,7 @@ import mlx.core as mx
 from .batch import AgentBatch
 from .bench_stock import StockCache
 from .manager import SharedKVCacheManager
-from .measure import interleaved_medians, live_bytes, sample_tokens, seconds
+from .measure import AS_ASKED, interleaved_medians, live_bytes, sample_tokens, seconds
 from .session import AgentSession
 from .spec import QuantSpec
 
@@ -61,7 +61,7 @@ def bench_decode(
     for shared_tokens in tokens:
         note(f"{shared_tokens} shared tokens: prefill")
         shared = sample_tokens(lm.tokenizer, shared_tokens)
-        manager = SharedKVCacheManager(lm.spec, quant)
+        manager = SharedKVCacheManager(lm.spec, quant, **AS_ASKED)
         with AgentSession("prefill", lm, manager) as first:
             first.prefill(shared)
             first.seal()

@@ -13,7 +13,7 @@ import numpy as np
 from .batch import AgentBatch, BatchEvent
 from .bench_stock import StockCache
 from .manager import SharedKVCacheManager
-from .measure import sample_tokens
+from .measure import AS_ASKED, sample_tokens
 from .scheduler import AgentScheduler
 from .session import AgentSession
 from .spec import QuantSpec
@@ -57,7 +57,7 @@ def bench_latency(
     """A row for each way, one after the other. The interactive agent has `shared_tokens` tokens behind it."""
     shared = sample_tokens(lm.tokenizer, shared_tokens + _TURN_TOKENS)
     prompt = sample_tokens(lm.tokenizer, prompt_tokens, skip=shared_tokens + 1000)
-    manager = SharedKVCacheManager(lm.spec, quant)
+    manager = SharedKVCacheManager(lm.spec, quant, **AS_ASKED)
     with AgentSession("shared", lm, manager) as first:
         first.prefill(shared[:shared_tokens])
         first.seal()

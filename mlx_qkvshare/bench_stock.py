@@ -39,14 +39,13 @@ def stock_prefilled_quantized(lm: LoadedModel, tokens: Sequence[int], quant: Qua
     from mlx_lm.models.cache import make_prompt_cache
 
     layers = make_prompt_cache(lm.model)
-    if stock_quantized(layers, quant) is None:
-        return None
     options: dict[str, Any] = {"kv_bits": quant.k_bits, "kv_group_size": quant.group_size, "quantized_kv_start": 0}
-    steps = generate_step(
-        mx.array(list(tokens)), lm.model, prompt_cache=layers, max_tokens=0, prefill_step_size=PREFILL_STEP, **options
-    )
-    for _ in steps:
-        pass
+    options |= {"prompt_cache": layers, "max_tokens": 0, "prefill_step_size": PREFILL_STEP}
+    try:
+        for _ in generate_step(mx.array(list(tokens)), lm.model, **options):
+            pass
+    except (NotImplementedError, ValueError):
+        return None
     mx.eval([layer.state for layer in layers])
     return layers
 

@@ -40,7 +40,7 @@ def calibrate(
     Raises:
         InvalidValueError: fewer than 64 tokens, of which nothing could be learnt.
     """
-    ids = list(token_ids) if token_ids is not None else tokens_of(lm.tokenizer, text_of(CALIBRATION_TEXT), num_tokens)
+    ids = list(token_ids) if token_ids is not None else _default_tokens(lm, num_tokens)
     if len(ids) < 64:
         raise InvalidValueError(f"[calibrate] token_ids: expected 64 or more, got {len(ids)}")
     squares: dict[int, mx.array] = {}
@@ -54,6 +54,10 @@ def calibrate(
     with AgentSession("calibrate", lm, manager, attention=WatchedAttention(watch=add)) as session:
         session.prefill(ids, progress=progress)
         return [_factors(leaf, squares.get(index)) for index, leaf in enumerate(session._leaves)]
+
+
+def _default_tokens(lm: LoadedModel, num_tokens: int) -> list[int]:
+    return tokens_of(lm.tokenizer, text_of(CALIBRATION_TEXT), min(num_tokens, lm.spec.max_context_tokens))
 
 
 def _factors(cache: Any, squares: mx.array | None) -> mx.array | None:

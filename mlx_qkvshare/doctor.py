@@ -54,8 +54,10 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class Examination:
-    """What was measured, and the verdict on it. `recall` is that of full precision, None without a recall test."""
+    """What was measured, and the verdict on it: `settings` (and whether with key factors) and their `rows`, the layers,
+    and the `recall` of full precision, None without a recall test."""
 
+    settings: tuple[tuple[QuantSpec, bool], ...]
     rows: tuple[FidelityRow, ...]
     layers: tuple[LayerReport, ...]
     recall: float | None
@@ -99,14 +101,16 @@ def examine(
     num_tokens = max(len(it.prefix) for it in passages)
     rows = [make_row(c, lm.spec, num_tokens, scores) for c, scores in zip(candidates, found, strict=True)]
     recall = statistics.fmean(hits) if hits else None
-    return Examination(tuple(rows), layers, recall, judge(candidates, rows, recall, factors))
+    settings = tuple((c.quant, c.key_factors is not None) for c in candidates)
+    return Examination(settings, tuple(rows), layers, recall, judge(candidates, rows, recall, factors))
 
 
 def _passages(lm: LoadedModel) -> list[Passage]:
-    text = text_of(TEXTS[0])
+    text, limit = text_of(TEXTS[0]), lm.spec.max_context_tokens
+    scored = min(256, limit // 4)
     return [
-        passage(lm.tokenizer, TEXTS[0], text, prefix_tokens=768, scored_tokens=256),
-        copy_passage(lm.tokenizer, text, prefix_tokens=384, scored_tokens=192),
+        passage(lm.tokenizer, TEXTS[0], text, prefix_tokens=min(768, limit - scored), scored_tokens=scored),
+        copy_passage(lm.tokenizer, text, prefix_tokens=min(384, limit // 2), scored_tokens=min(192, limit // 4)),
     ]
 
 

@@ -18,10 +18,11 @@ from .attention import QuantizedAttention
 from .bench_stock import PREFILL_STEP, StockCache, stock_prefilled_quantized
 from .handoff import HandoffCoordinator
 from .manager import SharedKVCacheManager
+from .measure import AS_ASKED
 from .passages import Passage
 from .segment import LayerKV
 from .session import AgentSession
-from .spec import FULL_PRECISION_BITS, CacheSpec, QuantSpec
+from .spec import FULL_PRECISION_BITS, PRESETS, CacheSpec, QuantSpec
 
 if TYPE_CHECKING:
     from .model import LoadedModel
@@ -131,9 +132,7 @@ class Reference:
             layers = stock_prefilled_quantized(self._lm, self.passage.prefix, candidate.quant)
             return None if layers is None else self._stock_logits(layers)
         prefix = self.passage.prefix
-        manager = SharedKVCacheManager(
-            self._spec, candidate.quant, key_factors=candidate.key_factors, allow_unsafe=True, guard=None
-        )
+        manager = SharedKVCacheManager(self._spec, candidate.quant, key_factors=candidate.key_factors, **AS_ASKED)
         slot = manager.allocate_shared_slot(len(prefix))
         manager.quantize_and_store(slot, prefix, list(self.rows), looked=self.looked).release()
         coordinator = HandoffCoordinator(manager)
@@ -163,6 +162,18 @@ class Reference:
         ids = [*self.passage.scored[1:], self.passage.scored[-1]]
         for start in range(0, len(ids), _ROWS):
             yield start, mx.array(ids[start : start + _ROWS])
+
+
+def standard_candidates(factors: Sequence[mx.array | None] | None, *, handoffs: int = 8) -> list[Candidate]:
+    """mlx-lm's quantized caches, plain bits, and the presets: without and with key factors, and after `handoffs`."""
+    found = [Candidate(f"mlx-lm {bits} bit", QuantSpec(bits, bits), is_stock=True) for bits in (8, 6, 4)]
+    found += [Candidate(str(quant), quant) for quant in (QuantSpec(bits, bits) for bits in (16, 8, 6, 4))]
+    for name, quant in PRESETS.items():
+        found.append(Candidate(name, quant))
+        if factors is not None:
+            found.append(Candidate(f"{name}, factors", quant, factors))
+        found.append(dataclasses.replace(found[-1], name=f"{found[-1].name}, {handoffs} hops", num_handoffs=handoffs))
+    return found
 
 
 def _log_probabilities(logits: mx.array) -> mx.array:

@@ -14,6 +14,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+AS_ASKED: dict[str, Any] = {"allow_unsafe": True, "guard": None}
+"""Of a manager whose bits are measured: neither refused nor raised."""
+
 
 def live_bytes() -> int:
     """Bytes that MLX holds right now, with garbage and its buffer cache gone first."""

@@ -79,8 +79,9 @@ class SharedPromptCache:
 class SharedModelProvider(_server.ModelProvider):
     """Gives every model that it loads a manager, and caches on it. What cannot be shared is served as by mlx-lm."""
 
-    quant: QuantSpec | None = None
+    quant: QuantSpec | str | None = None
     budget_bytes = DEFAULT_BUDGET_BYTES
+    allow_unsafe = False
     manager: SharedKVCacheManager | None = None
 
     def _load(self, *key: Any) -> None:
@@ -96,7 +97,9 @@ class SharedModelProvider(_server.ModelProvider):
         except UnsupportedModelError as error:
             log.warning("%s: caches are mlx-lm's own", error)
             return
-        self.manager = manager = SharedKVCacheManager(spec, self.quant, budget_bytes=self.budget_bytes)
+        self.manager = manager = SharedKVCacheManager(
+            spec, self.quant, budget_bytes=self.budget_bytes, allow_unsafe=self.allow_unsafe
+        )
         model.make_cache = lambda: manager.make_caches(manager.get_shared_kv_cache(()))
         self.is_batchable = False
 
@@ -133,12 +136,20 @@ class SharedResponseGenerator(_server.ResponseGenerator):
 
 
 @contextlib.contextmanager
-def shared_server(*, quant: QuantSpec | None = None, budget_bytes: int = DEFAULT_BUDGET_BYTES) -> Iterator[Any]:
-    """mlx-lm's `server` module, in which shared caches stand in for its own until the block ends.
+def shared_server(
+    *,
+    quant: QuantSpec | str | None = None,
+    budget_bytes: int = DEFAULT_BUDGET_BYTES,
+    allow_unsafe: bool = False,
+) -> Iterator[Any]:
+    """mlx-lm's `server` module, in which shared caches stand in for its own until the block ends; `quant` and
+    `allow_unsafe` as of `SharedKVCacheManager`.
 
     Call its `main()`, or its `run(host, port, server.ModelProvider(arguments))`, inside.
     """
-    provider = type("Provider", (SharedModelProvider,), {"quant": quant, "budget_bytes": budget_bytes})
+    provider = type(
+        "Provider", (SharedModelProvider,), {"quant": quant, "budget_bytes": budget_bytes, "allow_unsafe": allow_unsafe}
+    )
     before = server.ModelProvider, server.ResponseGenerator
     server.ModelProvider, server.ResponseGenerator = provider, SharedResponseGenerator
     try:

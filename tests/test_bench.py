@@ -8,10 +8,10 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from cli_run import run, save_tiny
-from core_helpers import FULL, K8V8, loaded
+from core_helpers import K8V8, loaded
 from test_windows import RECURRENT, SLIDING
 
-from mlx_qkvshare.bench import bench_handoff, bench_memory, kl_divergence, prefill_peaks
+from mlx_qkvshare.bench import bench_handoff, bench_memory, prefill_peaks
 from mlx_qkvshare.bench_decode import bench_decode
 from mlx_qkvshare.bench_stock import StockCache
 from mlx_qkvshare.measure import sample_tokens
@@ -64,9 +64,7 @@ def test_mlx_lms_cache_is_as_before_after_a_timed_run(lm):
         assert timed() > 0 and mx.array_equal(answer(), before)
 
 
-def test_peaks_and_fidelity_of_every_kind(lm):
-    assert kl_divergence(lm, prefix_tokens=TOKENS, scored_tokens=20, quant=K8V8)["mean_kl"] < 1e-4
-    assert kl_divergence(lm, prefix_tokens=TOKENS, scored_tokens=20, quant=FULL)["max_kl"] < 1e-5
+def test_peaks_of_every_kind(lm):
     assert 0 < prefill_peaks(lm, TOKENS)["layer_bytes"] <= TOKENS * lm.spec.private_token_bytes
 
 
