@@ -43,7 +43,14 @@ demo: $(STAMP) ## three agents work on one shared context (fetches a small model
 	@echo "== qkvshare demo"
 	@$(WITH_BLAS) $(BIN)/qkvshare demo $(ARGS)
 
-test: $(STAMP) ## the tests, then the slow ones on a real model (fetched once)
+# What others measure with; the tests beside them are skipped where it cannot be installed.
+$(VENV)/.peers: $(STAMP)
+	@echo "== installing the peers that are measured beside ours"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[peers]' || \
+		echo "the peers cannot be installed here: going on without" >&2
+	@touch $@
+
+test: $(STAMP) $(VENV)/.peers ## the tests, then the slow ones on a real model (fetched once)
 	@echo "== tests"
 	@$(WITH_BLAS) $(BIN)/python -m pytest $(ARGS)$(OR_NONE)
 	@echo "== slow tests: a real model"

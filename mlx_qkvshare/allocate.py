@@ -24,6 +24,7 @@ _TRUST = 0.25
 
 KINDS = {"system": 1.0, "task": 0.5, "context": 0.0, "tool": 0.0, "chatter": -1.0}
 """Bits more than the average for what later agents will look at much, and fewer for what they will not."""
+DEFAULT_KIND = "context"
 
 
 def block_importance(looked: Looked, keys: mx.array) -> list[float]:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from .attention import QuantizedAttention
 from .bench_stock import PREFILL_STEP, StockCache, stock_quantized
 from .errors import IntegrityError
 from .handoff import HandoffCoordinator, HandoffRecord

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
+from .allocate import DEFAULT_KIND
 from .attention import QuantizedAttention, WatchedAttention, nan_error, quantized_attention, require_finite
 from .errors import (
     BudgetExceededError,
@@ -299,9 +300,9 @@ class TokenContext:
 
     # --- seal and rewind ---------------------------------------------------------------------------
 
-    def _seal(self) -> int:
+    def _seal(self, kind: str = DEFAULT_KIND) -> int:
         count = len(self._tail_ids)
-        self.manager.seal(self._prefix, self._leaves, self._tail_ids, look=self.look)
+        self.manager.seal(self._prefix, self._leaves, self._tail_ids, look=self.look, kind=kind)
         self._tail_ids, self._logits = [], None
         for cache in self._leaves:
             cache.reset_tail()

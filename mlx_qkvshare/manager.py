@@ -17,7 +17,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .allocate import BLOCK_TOKENS, allocate, block_importance
+from .allocate import BLOCK_TOKENS, DEFAULT_KIND, KINDS, allocate, block_importance
 from .errors import (
     BudgetExceededError,
     ContextLimitError,
@@ -199,6 +199,7 @@ class SharedKVCacheManager:
         prefix: SharedPrefix | None = None,
         consume: bool = False,
         looked: Mapping[int, Looked] = _NOTHING,
+        kind: str = DEFAULT_KIND,
     ) -> SharedPrefix:
         """Quantize full-precision K/V once, freeze them in `slot`, and extend `prefix` (or a new one) by the segment.
 
@@ -207,7 +208,9 @@ class SharedKVCacheManager:
                 min(T, window) rows; of a layer with a state its arrays behind the last token.
             prefix: the holder behind whose tokens the K/V were computed.
             consume: empty `layers` one by one, so that packed and full precision never both exist whole.
-            looked: the queries of the last tokens by layer, with which the guard tries what was packed.
+            looked: the queries of the last tokens by layer, with which the guard tries what was packed, and adaptive
+                precision sees which blocks matter.
+            kind: what the tokens are, one of `allocate.KINDS`; adaptive precision gives some more bits than others.
 
         Raises:
             NonFiniteError, InvalidValueError: the slot is free again, `prefix` and `layers` are as they were.
@@ -216,6 +219,8 @@ class SharedKVCacheManager:
         if record.segment is not None:
             raise InvalidValueError(f"[quantize_and_store] slot {slot.slot}: expected an empty slot, got a stored one")
         try:
+            if kind not in KINDS:
+                raise InvalidValueError(f"[quantize_and_store] kind: expected one of {sorted(KINDS)}, got {kind!r}")
             if len(token_ids) != slot.num_tokens:
                 raise InvalidValueError(
                     f"[quantize_and_store] token_ids: expected {slot.num_tokens} as allocated, got {len(token_ids)}"
@@ -225,7 +230,7 @@ class SharedKVCacheManager:
             self._check_context(prefix, len(token_ids))
             self.check_storable(token_ids, layers)
             start = prefix.num_tokens if prefix else 0
-            packed = tuple(self._pack(slot, start, layers, prefix.views if prefix else (), consume, looked))
+            packed = tuple(self._pack(slot, start, layers, prefix.views if prefix else (), consume, looked, kind))
             segment = SharedSegment(
                 slot.slot, start, tuple(token_ids), packed, self.quant,
                 self.spec.fingerprint.digest, layers_checksum(packed), residuals_checksum(packed),
@@ -242,17 +247,19 @@ class SharedKVCacheManager:
         token_ids: Sequence[int],
         *,
         look: Callable[[int], Mapping[int, Looked]] | None = None,
+        kind: str = DEFAULT_KIND,
     ) -> None:
         """Extend `prefix` by `token_ids`, whose rows are the private tails of `caches`, one for each layer: by what
         stands sealed already, or by a segment of those rows. The caches keep none of them, unless it fails before the
-        first layer is packed. `look(n)` tells what attention asks for the last n tokens (`quantize_and_store`)."""
+        first layer is packed. `look(n)` tells what attention asks for the last n tokens; `kind` and what it is for:
+        `quantize_and_store`."""
         if not token_ids or self.extend_if_sealed(prefix, token_ids):
             return
         looked = look(self._num_looked) if look and self._num_looked else _NOTHING
         slot = self.allocate_shared_slot(len(token_ids), replacing=prefix)
         layers: list[Any] = [cache.take_tail() for cache in caches]
         try:
-            self.quantize_and_store(slot, token_ids, layers, prefix=prefix, consume=True, looked=looked)
+            self.quantize_and_store(slot, token_ids, layers, prefix=prefix, consume=True, looked=looked, kind=kind)
         except BaseException:
             if all(layer is not None for layer in layers):  # nothing was consumed yet
                 for cache, tail in zip(caches, layers, strict=True):
@@ -287,6 +294,7 @@ class SharedKVCacheManager:
         views: tuple[SegmentView, ...],
         consume: bool,
         looked: Mapping[int, Looked],
+        kind: str,
     ) -> Iterator[LayerKV | LayerState]:
         for index, (spec, plan) in enumerate(zip(self.spec.layers, self.plans, strict=True)):
             packed: LayerKV | LayerState
@@ -296,7 +304,7 @@ class SharedKVCacheManager:
             else:
                 sinks = self.quant.sinks_of(spec, start, slot.num_tokens)
                 behind = views[-1].segment.layers[index] if views else None
-                packed = self._pack_layer(slot.slot, index, plan, layers[index], sinks, behind, looked.get(index))
+                packed = self._pack_layer(slot.slot, index, plan, layers[index], sinks, behind, looked.get(index), kind)
             if consume:
                 layers[index] = None
                 mx.clear_cache()  # hand the freed rows back at once: the peak stays one layer above the cache
@@ -311,6 +319,7 @@ class SharedKVCacheManager:
         sinks: int,
         behind: LayerKV | LayerState | None,
         looked: Looked | None,
+        kind: str = DEFAULT_KIND,
     ) -> LayerKV:
         keys, values = rows
         kept = [self._keep(keys[:, :, :sinks], values[:, :, :sinks])] if sinks else []
@@ -318,7 +327,7 @@ class SharedKVCacheManager:
             return LayerKV(tuple(kept))
         left = (keys[:, :, sinks:], values[:, :, sinks:]) if sinks else rows
         basis = self._basis(slot, left[0], behind, self._key_factors[index])
-        blocks = (*kept, *self._pack_rows(index, plan, left, basis, looked))
+        blocks = (*kept, *self._pack_rows(index, plan, left, basis, looked, kind))
         if self._guard is None or not plan.is_packed:
             return LayerKV(blocks)
         error, outlier = first = self._try(looked, rows, blocks)
@@ -346,6 +355,7 @@ class SharedKVCacheManager:
         rows: tuple[mx.array, mx.array],
         basis: Basis | None,
         looked: Looked | None,
+        kind: str,
     ) -> Iterator[KVBlock]:
         """One block, or as many as differ in their bits."""
         if not self.quant.is_adaptive or looked is None:
@@ -353,7 +363,7 @@ class SharedKVCacheManager:
             return
         importance, total, start = block_importance(looked, rows[0]), rows[0].shape[2], 0
         sizes = [min(BLOCK_TOKENS, total - first) for first in range(0, total, BLOCK_TOKENS)]
-        bits = allocate(importance, sizes, self.quant.k_bits)
+        bits = allocate(importance, sizes, self.quant.k_bits + KINDS[kind])
         for count, group in itertools.groupby(zip(bits, sizes, strict=True), key=lambda it: it[0]):
             stop = start + sum(size for _, size in group)
             its_plan = dataclasses.replace(self.quant, k_bits=count, v_bits=count).resolve_layer(self.spec, index)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
 
+from .allocate import DEFAULT_KIND
 from .attention import QuantizedAttention
 from .chat import ChatFormat, Message
 from .context import Prefilling, PrefillReport, Progress, Sampler, TokenContext, run_through
@@ -335,13 +336,15 @@ class AgentSession(TokenContext):
 
     # --- seal, fork, rewind, hand over -------------------------------------------------------------
 
-    def seal(self) -> int:
+    def seal(self, *, kind: str = DEFAULT_KIND) -> int:
         """Quantize the private tail once into a shared segment; the number of tokens sealed, 0 if there were none.
 
-        Raises `NonFiniteError` or `BudgetExceededError`; the tail is kept as it is.
+        `kind` says what the tokens are, one of `allocate.KINDS`: with adaptive precision some get more bits.
+
+        Raises `NonFiniteError`, `BudgetExceededError` or `InvalidValueError`; the tail is kept as it is.
         """
         with self._working():
-            return self._seal()
+            return self._seal(kind)
 
     def fork(self, name: str) -> AgentSession:
         """A new session on the same context: seals first, then shares every byte.

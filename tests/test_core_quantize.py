@@ -1,14 +1,16 @@
 """Packing: which plan is chosen, how many bytes it takes, how far a row is off, and that words only ever move."""
 
+import dataclasses
 import itertools
+import json
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from core_helpers import FINGERPRINT, flip_byte, make_spec, no_collector, normal
+from core_helpers import FINGERPRINT, flip_byte, make_spec, no_collector, normal, store
 from oracle import rows, to_numpy, unpack
 
-from mlx_qkvshare import CacheSpec, QuantSpec
+from mlx_qkvshare import CacheSpec, QuantSpec, SharedKVCacheManager
 from mlx_qkvshare.errors import InvalidValueError
 from mlx_qkvshare.quantize import checksum, dequantize, join, quantize
 from mlx_qkvshare.spec import ITEM_BYTES, SUPPORTED_GROUP_SIZES, LayerSpec
@@ -195,3 +197,42 @@ def test_the_checksum_sees_every_array_and_both_its_ends(bits, dtype):
             assert checksum(whole) != sealed
             flip_byte(raw, index)
     assert checksum(whole) == sealed
+
+
+# --- layers that differ ---------------------------------------------------------------------------
+
+
+def test_first_and_last_layers_may_have_bits_of_their_own():
+    spec = make_spec(layers=4, k_dim=64)
+    quant = QuantSpec(4, 4, layer_bits=((0, 8, 8), (-1, 16, 6)))
+    bits = [(plan.keys.bits, plan.values.bits) for plan in quant.resolve(spec)]
+    assert bits == [(8, 8), (4, 4), (4, 4), (16, 6)]
+    manager = SharedKVCacheManager(spec, quant)
+    prefix = store(manager, range(30))
+    found = [(kv.keys.plan.bits, kv.values.plan.bits) for kv in prefix.views[0].segment.layers]
+    assert found == bits
+    assert prefix.shared_bytes == quant.packed_bytes(spec, 30) == manager.stats().used_bytes
+    assert str(quant) == "K4V4 g64 layer0:K8V8 layer-1:K16V6"
+    assert QuantSpec.from_plain(json.loads(json.dumps(dataclasses.asdict(quant)))) == quant
+
+
+@pytest.mark.parametrize("entry", [(0, 8), (0, 7, 8), ("first", 8, 8)])
+def test_bits_of_a_layer_are_checked(entry):
+    with pytest.raises(InvalidValueError, match="layer_bits: expected"):
+        QuantSpec(4, 4, layer_bits=(entry,))
+
+
+@pytest.mark.parametrize("layer", [4, -5])
+def test_a_layer_that_is_not_there_is_refused(layer):
+    with pytest.raises(InvalidValueError, match=f"layer_bits: expected one of 4 layers with rows, got {layer}"):
+        SharedKVCacheManager(make_spec(layers=4), QuantSpec(4, 4, layer_bits=((layer, 8, 8),)))
+
+
+def test_bits_are_raised_in_every_layer_and_never_lowered():
+    quant = QuantSpec(4, 6, layer_bits=((0, 2, 16),)).raised(5)
+    assert (quant.k_bits, quant.v_bits, quant.layer_bits) == (5, 6, ((0, 5, 16),))
+
+
+def test_odd_fields_are_refused_by_name():
+    with pytest.raises(InvalidValueError, match="expected its fields"):
+        QuantSpec.from_plain({"k_bits": 4, "flavour": "best"})
