@@ -25,9 +25,8 @@ from mlx_qkvshare.passages import TEXTS, passage, text_of
 def pack(lm, prefix, way, full):
     """Caches of `prefix` to go on with, and the bytes that it takes packed. `full`: mlx-lm's caches of it."""
     if isinstance(way, QuantSpec):
-        agent = AgentSession(
-            "peer", lm, SharedKVCacheManager(lm.spec, way, **AS_ASKED), prefill_step_tokens=PREFILL_STEP
-        )
+        manager = SharedKVCacheManager(lm.spec, way, **AS_ASKED)
+        agent = AgentSession("peer", lm, manager, prefill_step_tokens=PREFILL_STEP)
         agent.prefill(prefix)
         agent.seal()
         return agent.caches, agent.prefix.shared_bytes

@@ -54,16 +54,15 @@ _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 def quant_spec(
     bits: int | None, k_bits: int | None, v_bits: int | None, group_size: int, preset: str | None = None
 ) -> QuantSpec | str | None:
-    """--k-bits and --v-bits win over --bits. A preset says it all, and goes with none of them. Without any, what the
-    doctor found best for the model, else `safe`: None."""
-    if (bits, k_bits, v_bits) == (None, None, None):
-        if group_size != DEFAULT_GROUP_SIZE:
-            raise InvalidValueError("--group-size: expected --bits, --k-bits or --v-bits beside it")
-        if preset is not None:
-            QuantSpec.preset(preset)  # an unknown name is told before the model is loaded
-        return preset
+    """--k-bits and --v-bits win over --bits, which is 8. A preset says it all, and goes with none of them. Without any
+    of them None: what the doctor found best for the model, else `safe`."""
+    is_plain = (bits, k_bits, v_bits, group_size) != (None, None, None, DEFAULT_GROUP_SIZE)
     if preset is not None:
-        raise InvalidValueError("--preset: expected no --bits, --k-bits or --v-bits beside it")
+        if is_plain:
+            raise InvalidValueError("--preset: expected no --bits, --k-bits, --v-bits or --group-size beside it")
+        QuantSpec.preset(preset)  # an unknown name is told before the model is loaded
+    if not is_plain:
+        return preset
     both = 8 if bits is None else bits
     return QuantSpec(both if k_bits is None else k_bits, both if v_bits is None else v_bits, group_size)
 

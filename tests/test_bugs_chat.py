@@ -368,7 +368,8 @@ def test_b80_attention_over_packed_and_private_parts_is_attention(num_queries, s
         manager.quantize_and_store(slot, some_ids(count, seed=number), layers, prefix=prefix)
     (cache,) = manager.make_caches(prefix)
     parts = [
-        [unpacked(t, v.length) for t in (v.segment.layers[0].keys, v.segment.layers[0].values)] for v in prefix.views
+        [unpacked(t)[:, :, : v.length] for t in (v.segment.layers[0].keys, v.segment.layers[0].values)]
+        for v in prefix.views
     ]
     if tail:
         (new,) = random_layers(manager.spec, tail, seed=9)

@@ -70,7 +70,8 @@ def _raising(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
 
 def test_sizes_and_bits() -> None:
     assert [parse_bytes(text) for text in ("512M", "1.5 KiB", "7", "2gb")] == [512 * 2**20, 1536, 7, 2 * 2**30]
-    assert str(quant_spec(None, None, None, 64)) == "K8V8 g64"
+    assert quant_spec(None, None, None, 64) is None and quant_spec(None, None, None, 64, "tight") == "tight"
+    assert str(quant_spec(None, None, None, 32)) == "K8V8 g32"
     assert str(quant_spec(4, 8, None, 32)) == "K8V4 g32"
 
 
