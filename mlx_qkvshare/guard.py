@@ -27,8 +27,9 @@ class Looked(NamedTuple):
 class Guard:
     """When packed rows are not good enough.
 
-    max_error: of attention over the segment, the relative error of the outputs of its last tokens. Bits that do no
-        harm stay far below; a reconstruction error of keys tells nothing, since what queries look at decides.
+    max_error: of attention over the segment, the relative error of the outputs of its last tokens. Where recall was
+        destroyed it was above 0.5, where nothing was lost below (benchmarks/README.md). A reconstruction error of keys
+        tells nothing: it is lower for the model that breaks.
     max_outlier: where no query could be seen (latent attention, models outside the fused route): how far the widest
         group's range of keys may stand out of the median one at fewer than 8 bits.
     """

@@ -10,7 +10,9 @@ import functools
 import mlx.core as mx
 import numpy as np
 import pytest
+from core_helpers import loaded
 from recall import BREAKING_BIAS, Records, ask, calibration_ids, load_recall_model, recall, records
+from reference import cold, mean_kl, probe, some_ids
 
 from mlx_qkvshare import AgentSession, QuantSpec, SharedKVCacheManager
 from mlx_qkvshare.attention import WatchedAttention
@@ -75,6 +77,24 @@ def test_questions_in_one_batch_are_answered_as_one_by_one_on_the_packed_rows(qu
         for index, (key, (first, _)) in enumerate(zip(asked.questions, asked.answers, strict=True)):
             with session.fork("one") as fork:
                 np.testing.assert_allclose(fork.score([key, first]), batch[index], atol=1e-3)
+
+
+@pytest.mark.parametrize("key_bias", [50, BREAKING_BIAS])
+def test_b9_the_default_bears_a_bias_on_channels_that_turn_better_than_plain_eight_bits(key_bias):
+    """The report's own case: one channel of 32, so fast a pair that no mean stands for it."""
+
+    def bias_keys(model):
+        for layer in model.model.layers:
+            bias = layer.self_attn.k_proj.bias
+            layer.self_attn.k_proj.bias = mx.where(mx.arange(bias.shape[0]) % 32 == 5, float(key_bias), bias)
+
+    lm, ids, found = loaded(model_type="qwen2", wrap=bias_keys), some_ids(200), []
+    for quant in (None, K8V8):
+        with AgentSession("one", lm, SharedKVCacheManager(lm.spec, quant)) as session:
+            session.prefill(ids[:150])
+            session.seal()
+            found.append(mean_kl(cold(ids, lm)[150:], probe(session, lm, ids[150:])))
+    assert found[0] < 0.4 * found[1] < 0.04
 
 
 # --- what tells a cache that breaks from one that does not -----------------------------------------

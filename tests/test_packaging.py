@@ -22,6 +22,7 @@ SHIPPED_DATA = [
     "mlx_qkvshare/py.typed",
     *(f"mlx_qkvshare/metal/{path.name}" for path in sorted((ROOT / "metal").glob("*.metal"))),
     *(f"mlx_qkvshare/cli/data/{path.name}" for path in sorted((ROOT / "cli" / "data").glob("*.*"))),
+    *(f"mlx_qkvshare/texts/{path.name}" for path in sorted((ROOT / "mlx_qkvshare" / "texts").iterdir())),
 ]
 
 
@@ -75,9 +76,13 @@ def test_wheel_is_pure_python_and_leaks_no_top_level_name(distributions: dict[st
         assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
-def test_kernels_and_demo_document_are_shipped() -> None:
+def test_kernels_demo_document_and_texts_are_shipped() -> None:
     assert any(name.endswith(".metal") for name in SHIPPED_DATA)
     assert any("/cli/data/" in name for name in SHIPPED_DATA)
+    texts = ROOT / "mlx_qkvshare" / "texts"
+    assert sum(path.stat().st_size for path in texts.iterdir()) < 2**20
+    listed = (texts / "README.md").read_text()
+    assert "public domain" in listed and all(path.name in listed for path in texts.glob("*.txt"))
 
 
 def test_installed_package_is_whole(installed: Path) -> None:
