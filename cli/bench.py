@@ -328,21 +328,22 @@ def _print_latency(terminal: Terminal, rows: list[LatencyRow]) -> None:
 
 def _print_fidelity(terminal: Terminal, rows: list[FidelityRow], texts: list[str], dtype: str) -> None:
     _print_place(terminal, f"Full precision against packed prefixes, {dtype} caches; mean KL of {', '.join(texts)}")
-    table = make_table(
-        terminal, "setting", "bits a\nvalue", "mean KL of each text", "p99", "top-1", "perplexity", "recall"
-    )
+    table = make_table(terminal, "setting", "bits", "mean KL", "p99", "top-1", "perplexity, %", "recall")
     for row in rows:
-        if row.kl_mean is None:
-            table.add_row(row.config, f"{row.bits_per_value:.2f}", "refused", "", "", "", "")
-            continue
-        means = " ".join(f"{value:.1e}" for value in row.kl_by_passage.values())
-        low, high = row.ppl_delta_interval or (0.0, 0.0)
-        growth = f"{row.ppl_delta_percent:+.2f} %\n({low:+.2f}..{high:+.2f})"
-        recall = "-" if row.recall is None else f"{row.recall:.1%}"
         bits = f"{row.bits_per_value:.2f}"
+        if row.kl_mean is None or row.ppl_delta_interval is None:
+            table.add_row(row.config, bits, "refused", "", "", "", "")
+            continue
+        means = "\n".join(f"{value:.1e}" for value in row.kl_by_passage.values())
+        low, high = row.ppl_delta_interval
+        growth = f"{row.ppl_delta_percent:+.2f} ±{(high - low) / 2:.2f}"
+        recall = "-" if row.recall is None else f"{row.recall:.1%}"
         table.add_row(row.config, bits, means, f"{row.kl_p99:.1e}", f"{row.top1_agreement:.3f}", growth, recall)
     terminal.out.print(table)
-    terminal.line("bits a value: all in, of a 16-bit model. perplexity: growth, and its 95 % interval.")
+    terminal.line(
+        "bits: of a value, all in, of a 16-bit model. perplexity: how much it grew, with its 95 % interval.\n"
+        "recall: of the tokens of a copy in random order."
+    )
 
 
 def _print_attention(terminal: Terminal, rows: list[AttentionRow], ceiling: float) -> None:
