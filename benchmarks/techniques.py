@@ -46,12 +46,12 @@ def main() -> None:
 
         session = AgentSession(name, lm, manager, attention=QuantizedAttention(reads_base="base" in name))
         prefix = seal()
-        session.prefill([*ids, last])
+        session.prefill([*ids, *[last] * 8])
         prefix.release()
         sessions.append(session)
         seals[name] = lambda seal=seal: seconds(lambda: seal().release())
         steps[name] = lambda session=session: seconds(lambda: [session.generate_token() for _ in range(4)]) / 4
-    look = {"look": lambda: seconds(lambda: sessions[0].look(1))}
+    look = {"look": lambda: seconds(lambda: sessions[0].look(8))}
     seal_times, step_times = (interleaved_medians(runs, args.repeats) for runs in (seals, steps | look))
     rows = []
     print(f"{'':<20} seal, tokens/s    ratio   decode step, ratio")

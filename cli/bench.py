@@ -208,14 +208,17 @@ def fidelity(
     if dtype not in ITEM_BYTES:
         raise InvalidValueError(f"--dtype: expected one of {sorted(ITEM_BYTES)}, got {dtype!r}")
     texts = {path.stem: path.read_text(encoding="utf-8", errors="replace") for path in text or ()}
+    if len(texts) < len(text or ()):
+        raise InvalidValueError("--text: expected files of different names")
+    if 0 < copied < 64:
+        raise InvalidValueError(f"--copy: expected 0, or 64 tokens or more, got {copied}")
     texts = texts or {name: text_of(name) for name in TEXTS}
     lm = load_model(model, cache_dir, terminal)
     sizes = {"prefix_tokens": prefix, "scored_tokens": scored}
     passages = [passage(lm.tokenizer, name, content, **sizes) for name, content in texts.items()]
     if copied:
         content = next(iter(texts.values()))
-        half = max(1, copied // 2)
-        passages.append(copy_passage(lm.tokenizer, content, prefix_tokens=copied, scored_tokens=half))
+        passages.append(copy_passage(lm.tokenizer, content, prefix_tokens=copied, scored_tokens=copied // 2))
     found = calibrate(lm) if factors else None
     candidates = [it for it in standard_candidates(found, handoffs=handoffs) if stock or not it.is_stock]
     rows = run_fidelity(lm, candidates, passages, dtype=dtype, note=terminal.note)
@@ -331,12 +334,13 @@ def _print_fidelity(terminal: Terminal, rows: list[FidelityRow], texts: list[str
     table = make_table(terminal, "setting", "bits", "mean KL", "p99", "top-1", "perplexity, %", "recall")
     for row in rows:
         bits = f"{row.bits_per_value:.2f}"
-        if row.kl_mean is None or row.ppl_delta_interval is None:
+        if row.kl_mean is None:
             table.add_row(row.config, bits, "refused", "", "", "", "")
             continue
         means = "\n".join(f"{value:.1e}" for value in row.kl_by_passage.values())
-        low, high = row.ppl_delta_interval
-        growth = f"{row.ppl_delta_percent:+.2f} ±{(high - low) / 2:.2f}"
+        growth = f"{row.ppl_delta_percent:+.2f}"
+        if row.ppl_delta_interval is not None:
+            growth += f" ±{(row.ppl_delta_interval[1] - row.ppl_delta_interval[0]) / 2:.2f}"
         recall = "-" if row.recall is None else f"{row.recall:.1%}"
         table.add_row(row.config, bits, means, f"{row.kl_p99:.1e}", f"{row.top1_agreement:.3f}", growth, recall)
     terminal.out.print(table)

@@ -15,7 +15,7 @@ from ..errors import KernelBuildError
 from ..fidelity import FidelityRow
 from ..measure import machine, report, versions
 from ..model import DEFAULT_MODEL
-from ..spec import CacheSpec, QuantSpec
+from ..spec import PRESETS, CacheSpec, QuantSpec
 from .options import CacheDir, load_model
 from .terminal import ProgressLine, Terminal, make_table
 
@@ -36,7 +36,6 @@ def doctor(
     kernel = _kernel_check(loaded.spec)
     with contextlib.closing(ProgressLine(terminal)) as progress:
         found = examine(loaded, note=lambda what: progress(what, 0, 0))
-    path = found.verdict.save(loaded.spec) if save else None
     if json_only:
         rows = [dataclasses.asdict(row) for row in found.rows]
         extra = {
@@ -48,14 +47,19 @@ def doctor(
             "layers": [dataclasses.asdict(layer) for layer in found.layers],
         }
         print(json.dumps(report("doctor", model or DEFAULT_MODEL, rows) | extra), file=terminal.out.file)
-        return
+    else:
+        _print(terminal, found, kernel, all_layers)
+    if save:
+        terminal.note(f"kept for chat, demo, serve and the library: {found.verdict.save(loaded.spec)}")
+
+
+def _print(terminal: Terminal, found: Examination, kernel: str, all_layers: bool) -> None:
     terminal.line(", ".join(f"{key} {value}" for key, value in (machine() | versions()).items()))
     terminal.line(f"kernels: {kernel}\n")
     _print_rows(terminal, found)
     _print_layers(terminal, found.layers, all_layers)
     for line in _conclusions(found):
         terminal.line(line)
-    terminal.line("not kept (--no-save)" if path is None else f"kept for chat, demo, serve and the library: {path}")
 
 
 def _kernel_check(spec: CacheSpec) -> str:
@@ -79,7 +83,7 @@ def _print_rows(terminal: Terminal, found: Examination) -> None:
 
 def _mark(found: Examination, quant: QuantSpec, has_factors: bool) -> str:
     name = found.verdict.preset
-    is_it = quant == QuantSpec.preset(name) and has_factors == (name in found.verdict.calibrated)
+    is_it = name in PRESETS and quant == PRESETS[name] and has_factors == (name in found.verdict.calibrated)
     return "take this" if is_it else ""
 
 
@@ -93,14 +97,14 @@ def _measured(row: FidelityRow) -> list[str]:
 
 
 def _print_layers(terminal: Terminal, layers: tuple[LayerReport, ...], all_layers: bool) -> None:
-    shown = layers if all_layers else sorted(layers, key=lambda it: -(it.key_error or it.group_outlier))[:_SHOWN_LAYERS]
-    title = "layer" if all_layers else "worst layers"
-    table = make_table(
-        terminal, title, "loudest\nchannel", "widest\ngroup", "error, keys\nat 4 bits", "error, values\nat 4 bits"
+    shown = (
+        layers if all_layers else sorted(layers, key=lambda it: -(it.key_error or it.channel_outlier))[:_SHOWN_LAYERS]
     )
+    title = "layer" if all_layers else "worst layers"
+    table = make_table(terminal, title, "loudest\nchannel", "error, keys\nat 4 bits", "error, values\nat 4 bits")
     for layer in shown:
         errors = ["-" if e is None else f"{e:.3f}" for e in (layer.key_error, layer.value_error)]
-        table.add_row(str(layer.layer), f"{layer.channel_outlier:.1f} x", f"{layer.group_outlier:.1f} x", *errors)
+        table.add_row(str(layer.layer), f"{layer.channel_outlier:.1f} x", *errors)
     terminal.out.print(table)
 
 
@@ -113,8 +117,16 @@ def _conclusions(found: Examination) -> list[str]:
         lines.append(f"4-bit keys cost {ratio:.1f} times the KL of 4-bit values, packed plainly.")
     if found.recall is not None:
         lines.append(f"In full precision it recalls {found.recall:.1%} of the copied tokens.")
-    factors = f", {' and '.join(verdict.calibrated)} with key factors" if verdict.calibrated else ""
-    lines.append(f"verdict: {verdict.preset}, the smallest preset with a mean KL below {GOOD_KL:g}{factors}")
+    name = verdict.preset
+    best = next((row for row in found.rows if row.config == name), None)
+    if best is None:
+        lines.append("verdict: full, since every preset damages this model: nothing is quantized")
+    elif best.kl_mean is not None and best.kl_mean > GOOD_KL and name not in verdict.calibrated:
+        lines.append(f"verdict: {name}, the least harmful preset; none stays below a mean KL of {GOOD_KL:g}")
+    else:
+        lines.append(f"verdict: {name}, the smallest preset that nobody will notice (mean KL below {GOOD_KL:g})")
+    if verdict.calibrated:
+        lines.append(f"with key factors, which lower the KL: {', '.join(verdict.calibrated)}")
     for it in verdict.refusals:
         name = f"{it.quant}{', factors' if it.has_factors else ''}"
         lines.append(f"refused: {name}, and anything coarser of its kind: {it.reason}")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from .guard import Looked
+from .guard import Looked, seen_weights
 from .parts import compute_dtype
 
 BLOCK_TOKENS = 128
@@ -30,14 +30,9 @@ DEFAULT_KIND = "context"
 def block_importance(looked: Looked, keys: mx.array) -> list[float]:
     """What an error in each block of `keys` [1, Hk, T, D] may do to attention, from the squared attention weights of
     the last n queries on its tokens: the error of an output is a sum of independent errors, each times its weight."""
-    num_kv_heads, num_tokens = keys.shape[1:3]
-    num_queries = min(looked.queries.shape[2], num_tokens)
-    compute = compute_dtype(keys.dtype)
-    rows = looked.queries[:, :, -num_queries:].astype(compute).reshape(1, num_kv_heads, -1, keys.shape[-1])
-    scores = (rows * looked.scale) @ keys.astype(compute).swapaxes(-1, -2)
-    stops = mx.arange(num_tokens - num_queries, num_tokens)[:, None]
-    is_seen = mx.tile(mx.arange(num_tokens) <= stops, (rows.shape[2] // num_queries, 1))
-    weights = mx.softmax(mx.where(is_seen, scores, mx.finfo(compute).min), axis=-1, precise=True)
+    (num_kv_heads, num_tokens), compute = keys.shape[1:3], compute_dtype(keys.dtype)
+    rows, is_seen = looked.rows(num_kv_heads, num_tokens, compute)
+    weights = seen_weights(rows @ keys.astype(compute).swapaxes(-1, -2), is_seen)
     mass = mx.sum(mx.square(weights.astype(mx.float32)), axis=(0, 1, 2))
     starts = range(0, num_tokens, BLOCK_TOKENS)
     found = mx.stack([mx.sum(mass[start : start + BLOCK_TOKENS]) for start in starts])

@@ -118,8 +118,9 @@ class WatchedAttention(QuantizedAttention):
 
 
 def _bits_of(blocks: Iterable[KVBlock]) -> int:
-    """The larger of K and V bits of these blocks."""
-    return max((max(kv.keys.bits, kv.values.bits) for kv in blocks), default=FULL_PRECISION_BITS)
+    """The larger of K and V bits of these blocks; the few tokens in front that are not packed do not count."""
+    packed = (max(kv.keys.bits, kv.values.bits) for kv in blocks)
+    return max((bits for bits in packed if bits != FULL_PRECISION_BITS), default=FULL_PRECISION_BITS)
 
 
 def _are_nested(blocks: Iterable[KVBlock]) -> bool:

@@ -302,7 +302,7 @@ class TokenContext:
 
     def _seal(self, kind: str = DEFAULT_KIND) -> int:
         count = len(self._tail_ids)
-        self.manager.seal(self._prefix, self._leaves, self._tail_ids, look=self.look, kind=kind)
+        self.manager.seal(self._prefix, self._leaves, self._tail_ids, look=self._look, kind=kind)
         self._tail_ids, self._logits = [], None
         for cache in self._leaves:
             cache.reset_tail()
@@ -311,9 +311,10 @@ class TokenContext:
             self.manager.compact(self._prefix)
         return count
 
-    def look(self, num_tokens: int) -> dict[int, Looked]:
-        """What every layer's attention asks for the last `num_tokens` tokens, or fewer: they run once more on the rows
-        that are there, which costs a step of decoding and leaves no trace."""
+    def _look(self, num_tokens: int) -> dict[int, Looked]:
+        """What every layer's attention asks for the last `num_tokens` tokens of the tail, or fewer: they run once more
+        on the rows that are there, which costs a step of so many tokens and leaves no trace. Recurrent layers have no
+        state but the one behind them, so that queries above these are near what they were, not equal."""
         found: dict[int, Looked] = {}
 
         def keep(layer: int, queries: mx.array, scale: float) -> None:
@@ -321,10 +322,13 @@ class TokenContext:
 
         seen = [cache for cache in self._leaves if isinstance(cache, LayerCache)]
         num_tokens = min([num_tokens, *(cache.tail_rows for cache in seen)])
+        if num_tokens == 0:
+            return found
         if not all(cache.can_stand_at(self.num_tokens - num_tokens) for cache in seen):
             num_tokens = 1
         caches = grouped([cache.replay(num_tokens) for cache in self._leaves], self.manager.spec.grouping)
-        watched = WatchedAttention(self._attention.route, self._attention.table, watch=keep)
+        attention = self._attention
+        watched = WatchedAttention(attention.route, attention.table, attention.reads_base, watch=keep)
         with quantized_attention(watched):
             self._model.model(mx.array(self._tail_ids[-num_tokens:])[None], cache=caches)
         mx.eval([looked.queries for looked in found.values()])
@@ -429,6 +433,7 @@ class TokenContext:
             self._tail_ids, self._logits = [], None
             for cache in self._leaves:
                 cache.reset_tail()
+            self._prefix.release_tail()
 
 
 class _Spare:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from .attention import QuantizedAttention
 from .calibrate import calibrate
 from .errors import InvalidValueError
 from .fidelity import Candidate, FidelityRow, Reference, Scores, make_row
-from .guard import attention_error, key_outlier
+from .guard import attention_error, channel_outlier
 from .layer_cache import LayerCache
 from .manager import SharedKVCacheManager
 from .measure import versions
@@ -23,7 +24,7 @@ from .quantize import quantize
 from .routes import Route
 from .segment import KVBlock
 from .spec import PRESETS, CacheSpec, LayerSpec, QuantSpec
-from .verdict import Factors, Refusal, Verdict
+from .verdict import FULL_PRECISION, Factors, Refusal, Verdict
 
 if TYPE_CHECKING:
     from .model import LoadedModel
@@ -41,13 +42,11 @@ GOOD_KL, GOOD_RECALL_LOSS = 1e-3, 0.02
 
 @dataclass(frozen=True)
 class LayerReport:
-    """How a layer's keys look: the largest channel in medians of all channels, the widest group of plain 4-bit keys in
-    medians of all groups, and the relative error of the last tokens' attention outputs with K and V at 4 bits each
-    (None where the model's attention cannot be seen)."""
+    """How a layer's keys look: the loudest channel in medians of all channels, and the relative error of the last
+    tokens' attention outputs with K and V at 4 bits each (None where the model's attention cannot be seen)."""
 
     layer: int
     channel_outlier: float
-    group_outlier: float
     key_error: float | None
     value_error: float | None
 
@@ -140,8 +139,7 @@ def judge(
     good = [name for name in PRESETS if not harm(best[name][1], recall, GOOD_KL, GOOD_RECALL_LOSS)]
     calibrated = tuple(name for name in PRESETS if best[name][0].key_factors is not None)
     return Verdict(
-        # Presets stand in the order of their bytes; the first is the last resort.
-        preset=good[-1] if good else next(iter(PRESETS)),
+        preset=_pick(best, good, recall),  # presets stand in the order of their bytes
         calibrated=calibrated,
         refusals=tuple(refusals),
         rows=tuple(dataclasses.asdict(row) for row in rows),
@@ -160,8 +158,17 @@ def harm(row: FidelityRow, recall: float | None, kl_limit: float, recall_limit: 
     return ", ".join(found)
 
 
+def _pick(best: dict[str, tuple[Candidate, FidelityRow]], good: list[str], recall: float | None) -> str:
+    """The smallest of the `good` ones, else the least harmful that is not refused, else none."""
+    if good:
+        return good[-1]
+    harmless = [name for name in best if not harm(best[name][1], recall, UNSAFE_KL, UNSAFE_RECALL_LOSS)]
+    return min(harmless, key=lambda name: _loss(best[name][1]), default=FULL_PRECISION)
+
+
 def _loss(row: FidelityRow) -> tuple[float, float]:
-    return (-1.0 if row.kl_mean is None else row.kl_mean, -(row.recall or 0.0))
+    kl = -1.0 if row.kl_mean is None else row.kl_mean
+    return (math.inf if math.isnan(kl) else kl, -(row.recall or 0.0))
 
 
 # --- layer by layer -------------------------------------------------------------------------------
@@ -173,14 +180,11 @@ def _layer_reports(spec: CacheSpec, reference: Reference) -> list[LayerReport]:
         if not isinstance(layer, LayerSpec):
             continue
         keys, values = reference.rows[index]
-        looked, errors, outlier = reference.looked.get(index), [], 1.0
+        looked, errors = reference.looked.get(index), []
         for quant in (QuantSpec(4, 16), QuantSpec(16, 4)):
             block = _packed(spec, index, quant, keys, values)
             errors.append(attention_error(looked, keys, values, [block]) if looked else None)
-            outlier = max(outlier, key_outlier([block]))
-        channels = mx.max(mx.abs(keys.astype(mx.float32)), axis=(0, 2)).flatten()
-        widest = float((mx.max(channels) / mx.maximum(mx.median(channels), 1e-30)).item())  # type: ignore[arg-type]
-        found.append(LayerReport(index, widest, outlier, *errors))
+        found.append(LayerReport(index, channel_outlier(keys), *errors))
     return found
 
 

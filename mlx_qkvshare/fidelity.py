@@ -253,27 +253,25 @@ def summary(scores: dict[str, Scores | None]) -> dict[str, Any]:
     if not texts:
         return found
     kl = np.concatenate([score.kl for score in texts.values()]).astype(np.float64)
-    low, middle, high = _interval([score.growth for score in texts.values()])
+    growth, interval = _perplexity([score.growth for score in texts.values()])
     return found | {
         "kl_mean": float(kl.mean()),
         "kl_p99": float(np.quantile(kl, 0.99)),
         "kl_max": float(kl.max()),
         "kl_by_passage": {name: float(score.kl.mean(dtype=np.float64)) for name, score in texts.items()},
         "top1_agreement": float(np.mean(np.concatenate([score.agrees for score in texts.values()]))),
-        "ppl_delta_percent": middle,
-        "ppl_delta_interval": (low, high),
+        "ppl_delta_percent": growth,
+        "ppl_delta_interval": interval,
     }
 
 
-def _interval(growths: Sequence[np.ndarray]) -> tuple[float, float, float]:
-    """Percent that perplexity grew: the lower end, the value, and the upper end of the 95 % interval."""
-    means = np.array(
-        [
-            block.mean(dtype=np.float64)
-            for growth in growths
-            for block in np.array_split(growth, max(1, len(growth) // _BLOCK_TOKENS))
-        ]
-    )
-    mean, spread = float(means.mean()), float(means.std(ddof=1) / math.sqrt(len(means))) if len(means) > 1 else math.inf
-    low, middle, high = (100 * math.expm1(mean + z * spread) for z in (-_Z95, 0.0, _Z95))
-    return low, middle, high
+def _perplexity(growths: Sequence[np.ndarray]) -> tuple[float, tuple[float, float] | None]:
+    """Percent that perplexity grew, and its 95 % interval; None where there is one block only."""
+    blocks = [block for it in growths for block in np.array_split(it, max(1, len(it) // _BLOCK_TOKENS))]
+    mean = float(np.concatenate(growths).mean(dtype=np.float64))
+    interval = None
+    if len(blocks) > 1:
+        means = np.array([block.mean(dtype=np.float64) for block in blocks])
+        spread = _Z95 * float(means.std(ddof=1)) / math.sqrt(len(means))
+        interval = (100 * math.expm1(mean - spread), 100 * math.expm1(mean + spread))
+    return 100 * math.expm1(mean), interval

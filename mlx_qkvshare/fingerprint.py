@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -94,7 +95,11 @@ def weights_digest(model: nn.Module) -> str:
 
 
 def rope_digest(model: nn.Module, config: Mapping[str, Any]) -> str:
-    """Everything in the config that speaks of positions, and the RoPE modules' own settings and frequencies."""
+    """Everything in the config that speaks of positions, and the RoPE modules' own settings and frequencies.
+
+    The config is the model's own `args`, if it has any, so that whoever loaded it finds the same.
+    """
+    config = vars(model.args) if dataclasses.is_dataclass(getattr(model, "args", None)) else config
     layers = {name: value for name, value in config.items() if any(word in name for word in _ROPE_WORDS)}
     for nested in ("text_config", "llm_config", "language_config"):
         if isinstance(config.get(nested), Mapping):

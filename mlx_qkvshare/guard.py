@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from .parts import compute_dtype, part_output, part_scores
 from .segment import KVBlock
-from .spec import FULL_PRECISION_BITS, LayerPlan
+from .spec import FULL_PRECISION_BITS, LayerPlan, QuantSpec
 
 
 class Looked(NamedTuple):
@@ -21,6 +21,22 @@ class Looked(NamedTuple):
 
     queries: mx.array
     scale: float
+
+    def last(self, num_queries: int) -> Looked:
+        return Looked(self.queries[:, :, -num_queries:], self.scale)
+
+    def rows(self, num_kv_heads: int, num_tokens: int, compute: mx.Dtype) -> tuple[mx.array, mx.array]:
+        """Scaled queries [1, Hk, M, D] of the last tokens of `num_tokens`, M = R * n, and what each sees: [M, T]."""
+        num_queries = min(self.queries.shape[2], num_tokens)
+        queries = self.queries[:, :, -num_queries:].astype(compute) * self.scale
+        rows = queries.reshape(1, num_kv_heads, -1, queries.shape[-1])
+        stops = mx.arange(num_tokens - num_queries, num_tokens)[:, None]
+        return rows, mx.tile(mx.arange(num_tokens) <= stops, (rows.shape[2] // num_queries, 1))
+
+
+def seen_weights(scores: mx.array, is_seen: mx.array) -> mx.array:
+    """Attention weights of `scores` [.., M, T] on what is seen [M, T]."""
+    return mx.softmax(mx.where(is_seen, scores, mx.finfo(scores.dtype).min), axis=-1, precise=True)
 
 
 @dataclass(frozen=True)
@@ -30,53 +46,46 @@ class Guard:
     max_error: of attention over the segment, the relative error of the outputs of its last tokens. Where recall was
         destroyed it was above 0.5, where nothing was lost below (benchmarks/README.md). A reconstruction error of keys
         tells nothing: it is lower for the model that breaks.
-    max_outlier: where no query could be seen (latent attention, models outside the fused route): how far the widest
-        group's range of keys may stand out of the median one at fewer than 8 bits.
+    max_outlier: where no query could be seen (latent attention, models outside the fused route, `serve`): how far the
+        loudest channel of keys may stand out of the median one at fewer than 8 bits in the model's own basis.
     """
 
     max_error: float = 0.5
     max_outlier: float = 30.0
 
-    def is_bad(self, error: float | None, outlier: float, plan: LayerPlan) -> bool:
-        if error is not None:
-            return not error <= self.max_error  # NaN is bad, too
-        return plan.keys.bits < 8 and not outlier <= self.max_outlier
+    def is_due(self, quant: QuantSpec) -> bool:
+        """Is there anything to fear? From 8 bits on, in a basis of their own, keys were never seen to lose anything,
+        and a look costs a step of decoding."""
+        return quant.is_packed and not (quant.fewest_bits >= 8 and quant.is_centred and quant.is_rotated)
 
 
 class Raised(NamedTuple):
-    """A layer of a segment that the guard packed with `bits` instead of those asked for, and what it saw with these."""
+    """A layer of a segment that the guard packed with these bits instead of those asked for, and what it saw with
+    those: the error of attention, or where no query was seen how far the loudest channel stands out."""
 
     slot: int
     layer: int
-    bits: int
+    k_bits: int
+    v_bits: int
     error: float | None
-    outlier: float
+    outlier: float | None
 
 
 def attention_error(looked: Looked, keys: mx.array, values: mx.array, blocks: Sequence[KVBlock]) -> float:
     """Relative error of the outputs of the last n tokens, over `keys` and `values` [1, Hk, T, D] as `blocks` have
     them, against themselves: root of the sum of squares over all heads."""
-    num_kv_heads, num_tokens = keys.shape[1:3]
-    num_queries = min(looked.queries.shape[2], num_tokens)
-    compute = compute_dtype(keys.dtype)
-    queries = looked.queries[:, :, -num_queries:].astype(compute) * looked.scale
-    rows = queries.reshape(1, num_kv_heads, -1, queries.shape[-1])
-    stops = mx.arange(num_tokens - num_queries, num_tokens)[:, None]
-    is_seen = mx.tile(mx.arange(num_tokens) <= stops, (rows.shape[2] // num_queries, 1))
-
-    def weights(scores: mx.array) -> mx.array:
-        return mx.softmax(mx.where(is_seen, scores, mx.finfo(scores.dtype).min), axis=-1, precise=True)
-
+    (num_kv_heads, num_tokens), compute = keys.shape[1:3], compute_dtype(keys.dtype)
+    rows, is_seen = looked.rows(num_kv_heads, num_tokens, compute)
     left, energy = mx.array(0.0), mx.array(0.0)
     # On a CPU packed rows are unpacked first: head by head, so that a seal's peak stays where it is.
     step = num_kv_heads if mx.default_device().type == mx.gpu else 1
     for first in range(0, num_kv_heads, step):
         heads = slice(first, first + step)
         of_heads = [KVBlock(block.keys.of_heads(heads), block.values.of_heads(heads)) for block in blocks]
-        exact = weights(rows[:, heads] @ keys[:, heads].astype(compute).swapaxes(-1, -2))
+        exact = seen_weights(rows[:, heads] @ keys[:, heads].astype(compute).swapaxes(-1, -2), is_seen)
         exact = (exact @ values[:, heads].astype(compute)).astype(mx.float32)
         scores = [part_scores(rows[:, heads], block.keys, block.num_rows) for block in of_heads]
-        packed, start, error = weights(mx.concatenate(scores, axis=-1)), 0, exact
+        packed, start, error = seen_weights(mx.concatenate(scores, axis=-1), is_seen), 0, exact
         for block in of_heads:
             part = packed[..., start : start + block.num_rows]
             error = error - part_output(part, block.values, block.num_rows).astype(mx.float32)
@@ -86,13 +95,10 @@ def attention_error(looked: Looked, keys: mx.array, values: mx.array, blocks: Se
     return float(mx.sqrt(left / mx.maximum(energy, 1e-30)).item())  # type: ignore[arg-type]
 
 
-def key_outlier(blocks: Sequence[KVBlock]) -> float:
-    """The widest range of a group of packed keys, in medians of all their ranges; 1 where none is packed."""
-    scales = [block.keys.scales for block in blocks if block.keys.scales is not None]
-    if not scales:
-        return 1.0
-    ranges = mx.abs(scales[-1].astype(mx.float32))
-    return float((mx.max(ranges) / mx.maximum(mx.median(ranges), 1e-30)).item())  # type: ignore[arg-type]
+def channel_outlier(keys: mx.array) -> float:
+    """The loudest channel of `keys` [1, Hk, T, D], in medians of all channels."""
+    channels = mx.max(mx.abs(keys.astype(mx.float32)), axis=(0, 2)).flatten()
+    return float((mx.max(channels) / mx.maximum(mx.median(channels), 1e-30)).item())  # type: ignore[arg-type]
 
 
 def raised_bits(plan: LayerPlan) -> int:

@@ -388,6 +388,9 @@ class WindowLayerCache(LayerCache):
         if rows > self._buffer_rows:
             self._replace_buffers(self.tail_rows, rows)
 
+    def holds(self, tail_tokens: int) -> bool:
+        return self._buffer_rows >= tail_tokens - self._dropped
+
     @property
     def _buffer_rows(self) -> int:
         return super().capacity

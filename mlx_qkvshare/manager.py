@@ -17,7 +17,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .allocate import BLOCK_TOKENS, DEFAULT_KIND, KINDS, allocate, block_importance
+from .allocate import DEFAULT_KIND, KINDS
 from .errors import (
     BudgetExceededError,
     ContextLimitError,
@@ -26,15 +26,12 @@ from .errors import (
     NonFiniteError,
     SessionClosedError,
 )
-from .guard import Guard, Looked, Raised, attention_error, key_outlier, raised_bits
+from .guard import Guard, Looked, Raised
 from .integrity import check_table, require_equal
 from .layer_cache import ChunkLayerCache, LayerCache, WindowLayerCache
+from .packing import NOTHING, GuardReport, Packer, Source
 from .prefix import Holding, SharedPrefix
-from .quantize import Basis, quantize
 from .segment import (
-    KVBlock,
-    LayerKV,
-    LayerState,
     SegmentView,
     SharedSegment,
     layers_checksum,
@@ -42,27 +39,24 @@ from .segment import (
     residuals_checksum,
     truncate_views,
 )
-from .spec import CacheSpec, LayerPlan, LayerSpec, QuantSpec, StateSpec, full_precision
-from .state_cache import grouped, snapshot, state_class
+from .spec import CacheSpec, LayerSpec, QuantSpec, StateSpec
+from .state_cache import grouped, state_class
 from .table import Record, SegmentTable, SharedSlot, can_join
 from .verdict import Factors, check_factors, choose
 
 _CACHES = {"full": LayerCache, "window": WindowLayerCache, "chunk": ChunkLayerCache}
 DEFAULT_BUDGET_BYTES = 4 * 2**30
 _GUARD = Guard()
-_LOOKED_TOKENS = 8  # whose queries the guard tries
-_ADAPTED_TOKENS = 64  # whose attention says which blocks matter
 _KEPT_RAISED = 256
-_NOTHING: Mapping[int, Looked] = {}
-_MIN_SAMPLED = 64  # rows whose mean is good enough for what follows
 
 
 @dataclass(frozen=True)
 class ManagerStats:
     """`used + free == budget` and `used == evictable + protected`; private tails are protected bytes.
 
-    The guard looked at `num_guarded_layers` layers as they were sealed, found `worst_attention_error` in what it let
-    pass, and gave more bits to `num_raised_layers`, the last of which are in `raised`.
+    The guard tried `num_guarded_layers` layers as they were sealed (none where there is nothing to fear), found
+    `worst_attention_error` in what it let pass, and gave more bits to `num_raised_layers`, the last of which are in
+    `raised`.
     """
 
     budget_bytes: int
@@ -120,13 +114,10 @@ class SharedKVCacheManager:
         self.spec, self.budget_bytes = spec, budget_bytes
         self.quant, factors = choose(spec, quant, key_factors, allow_unsafe=allow_unsafe)
         self.id, self.may_drop_residuals = secrets.token_hex(8), may_drop_residuals
-        self.plans = self.quant.resolve(spec)
+        self._packer = Packer(spec, self.quant, [None] * len(spec.layers) if factors is None else factors, guard)
+        check_factors(self._packer.factors, spec)
+        self.plans = self._packer.plans
         self.packed_token_bytes = self.quant.packed_token_bytes(spec)
-        self._value_basis = Basis(is_rotated=True) if self.quant.is_rotated else None
-        self._key_factors = [None] * len(spec.layers) if factors is None else list(factors)
-        check_factors(self._key_factors, spec)
-        self._guard = guard if self.quant.is_packed else None
-        self._num_looked = _ADAPTED_TOKENS if self.quant.is_adaptive else _LOOKED_TOKENS if self._guard else 0
         self._raised: collections.deque[Raised] = collections.deque(maxlen=_KEPT_RAISED)
         self._worst_error = 0.0
         self._lock = threading.RLock()
@@ -142,7 +133,8 @@ class SharedKVCacheManager:
     # --- allocate, store, get ----------------------------------------------------------------------
 
     def allocate_shared_slot(self, num_tokens: int, *, replacing: SharedPrefix | None = None) -> SharedSlot:
-        """Reserve the exact packed bytes of a segment, evicting unreferenced segments if it takes that.
+        """Reserve the packed bytes of a segment, but for what the guard may add, evicting unreferenced segments if it
+        takes that.
 
         `replacing` names the holder whose private tail the segment will take the place of: bytes that
         the tail has budgeted already are not asked for twice.
@@ -198,7 +190,7 @@ class SharedKVCacheManager:
         *,
         prefix: SharedPrefix | None = None,
         consume: bool = False,
-        looked: Mapping[int, Looked] = _NOTHING,
+        looked: Mapping[int, Looked] = NOTHING,
         kind: str = DEFAULT_KIND,
     ) -> SharedPrefix:
         """Quantize full-precision K/V once, freeze them in `slot`, and extend `prefix` (or a new one) by the segment.
@@ -213,14 +205,14 @@ class SharedKVCacheManager:
             kind: what the tokens are, one of `allocate.KINDS`; adaptive precision gives some more bits than others.
 
         Raises:
-            NonFiniteError, InvalidValueError: the slot is free again, `prefix` and `layers` are as they were.
+            NonFiniteError, InvalidValueError, BudgetExceededError (if the guard needs more than was allocated): the
+            slot is free again, `prefix` and `layers` are as they were.
         """
         record = self._table.record(slot.slot)
         if record.segment is not None:
             raise InvalidValueError(f"[quantize_and_store] slot {slot.slot}: expected an empty slot, got a stored one")
         try:
-            if kind not in KINDS:
-                raise InvalidValueError(f"[quantize_and_store] kind: expected one of {sorted(KINDS)}, got {kind!r}")
+            _check_kind(kind)
             if len(token_ids) != slot.num_tokens:
                 raise InvalidValueError(
                     f"[quantize_and_store] token_ids: expected {slot.num_tokens} as allocated, got {len(token_ids)}"
@@ -230,12 +222,14 @@ class SharedKVCacheManager:
             self._check_context(prefix, len(token_ids))
             self.check_storable(token_ids, layers)
             start = prefix.num_tokens if prefix else 0
-            packed = tuple(self._pack(slot, start, layers, prefix.views if prefix else (), consume, looked, kind))
+            source = Source(slot.slot, start, len(token_ids), prefix.views if prefix else (), looked, kind)
+            report = GuardReport()
+            packed = tuple(self._packer.pack(source, layers, report, consume=consume))
             segment = SharedSegment(
                 slot.slot, start, tuple(token_ids), packed, self.quant,
                 self.spec.fingerprint.digest, layers_checksum(packed), residuals_checksum(packed),
             )  # fmt: skip
-            return self._store(record, segment, prefix)
+            return self._store(record, segment, prefix, report)
         except BaseException:
             self.free_slot(slot)
             raise
@@ -255,7 +249,9 @@ class SharedKVCacheManager:
         `quantize_and_store`."""
         if not token_ids or self.extend_if_sealed(prefix, token_ids):
             return
-        looked = look(self._num_looked) if look and self._num_looked else _NOTHING
+        _check_kind(kind)  # before anything is taken from the caches
+        num_looked = self._packer.num_looked
+        looked = look(num_looked) if look and num_looked else NOTHING
         slot = self.allocate_shared_slot(len(token_ids), replacing=prefix)
         layers: list[Any] = [cache.take_tail() for cache in caches]
         try:
@@ -266,7 +262,9 @@ class SharedKVCacheManager:
                     cache.put_back(tail)
             raise
 
-    def _store(self, record: Record, segment: SharedSegment, prefix: SharedPrefix | None) -> SharedPrefix:
+    def _store(
+        self, record: Record, segment: SharedSegment, prefix: SharedPrefix | None, report: GuardReport
+    ) -> SharedPrefix:
         with self._locked():
             prefix = prefix or self._retain(())
             self._check_held(prefix.holding)  # again: another thread may have closed it meanwhile
@@ -277,6 +275,10 @@ class SharedKVCacheManager:
             prefix.holding.private_rows = 0  # the tail's bytes are the segment's now
             self._table.fill(record, segment, prefix.views[-1].segment.slot if prefix.views else None)
             self._set_views(prefix.holding, (*prefix.views, SegmentView(segment, segment.num_tokens)))
+            self._counters["guarded"] += report.num_guarded
+            self._counters["raised"] += len(report.raised)
+            self._worst_error = max(self._worst_error, report.worst_error)
+            self._raised.extend(report.raised)
             return prefix
 
     def _check_context(self, prefix: SharedPrefix | None, num_tokens: int) -> None:
@@ -285,126 +287,6 @@ class SharedKVCacheManager:
             raise ContextLimitError(
                 f"[SharedKVCacheManager] needed {stop} positions, available {self.spec.max_context_tokens}"
             )
-
-    def _pack(
-        self,
-        slot: SharedSlot,
-        start: int,
-        layers: list[Any],
-        views: tuple[SegmentView, ...],
-        consume: bool,
-        looked: Mapping[int, Looked],
-        kind: str,
-    ) -> Iterator[LayerKV | LayerState]:
-        for index, (spec, plan) in enumerate(zip(self.spec.layers, self.plans, strict=True)):
-            packed: LayerKV | LayerState
-            if plan is None or isinstance(spec, StateSpec):
-                packed = snapshot(layers[index])
-                mx.eval(*packed.arrays)
-            else:
-                sinks = self.quant.sinks_of(spec, start, slot.num_tokens)
-                behind = views[-1].segment.layers[index] if views else None
-                packed = self._pack_layer(slot.slot, index, plan, layers[index], sinks, behind, looked.get(index), kind)
-            if consume:
-                layers[index] = None
-                mx.clear_cache()  # hand the freed rows back at once: the peak stays one layer above the cache
-            yield packed
-
-    def _pack_layer(
-        self,
-        slot: int,
-        index: int,
-        plan: LayerPlan,
-        rows: tuple[mx.array, mx.array],
-        sinks: int,
-        behind: LayerKV | LayerState | None,
-        looked: Looked | None,
-        kind: str = DEFAULT_KIND,
-    ) -> LayerKV:
-        keys, values = rows
-        kept = [self._keep(keys[:, :, :sinks], values[:, :, :sinks])] if sinks else []
-        if sinks == keys.shape[2]:
-            return LayerKV(tuple(kept))
-        left = (keys[:, :, sinks:], values[:, :, sinks:]) if sinks else rows
-        basis = self._basis(slot, left[0], behind, self._key_factors[index])
-        blocks = (*kept, *self._pack_rows(index, plan, left, basis, looked, kind))
-        if self._guard is None or not plan.is_packed:
-            return LayerKV(blocks)
-        error, outlier = first = self._try(looked, rows, blocks)
-        while self._guard.is_bad(error, outlier, plan):
-            raised = self.quant.raised(raised_bits(plan)).resolve_layer(self.spec, index)
-            assert raised is not None
-            plan = raised
-            if not plan.is_packed:
-                blocks, error = (*kept, self._keep(*left)), 0.0
-                break
-            blocks = (*kept, self._quantize(plan, *left, basis))
-            error, outlier = self._try(looked, rows, blocks)
-        with self._lock:
-            self._counters["guarded"] += 1
-            self._worst_error = max(self._worst_error, error or 0.0)
-            if plan != self.plans[index]:
-                self._counters["raised"] += 1
-                self._raised.append(Raised(slot, index, plan.keys.bits, *first))
-        return LayerKV(blocks)
-
-    def _pack_rows(
-        self,
-        index: int,
-        plan: LayerPlan,
-        rows: tuple[mx.array, mx.array],
-        basis: Basis | None,
-        looked: Looked | None,
-        kind: str,
-    ) -> Iterator[KVBlock]:
-        """One block, or as many as differ in their bits."""
-        if not self.quant.is_adaptive or looked is None:
-            yield self._quantize(plan, *rows, basis)
-            return
-        importance, total, start = block_importance(looked, rows[0]), rows[0].shape[2], 0
-        sizes = [min(BLOCK_TOKENS, total - first) for first in range(0, total, BLOCK_TOKENS)]
-        bits = allocate(importance, sizes, self.quant.k_bits + KINDS[kind])
-        for count, group in itertools.groupby(zip(bits, sizes, strict=True), key=lambda it: it[0]):
-            stop = start + sum(size for _, size in group)
-            its_plan = dataclasses.replace(self.quant, k_bits=count, v_bits=count).resolve_layer(self.spec, index)
-            assert its_plan is not None
-            keys, values = (x[:, :, start:stop] for x in rows)
-            yield self._quantize(its_plan, keys, values, basis)
-            start = stop
-
-    def _try(
-        self, looked: Looked | None, rows: tuple[mx.array, mx.array], blocks: tuple[KVBlock, ...]
-    ) -> tuple[float | None, float]:
-        return attention_error(looked, *rows, blocks) if looked else None, key_outlier(blocks)
-
-    def _keep(self, keys: mx.array, values: mx.array) -> KVBlock:
-        """A block in full precision, of arrays of its own: views would hold the whole tail."""
-        block = KVBlock(*(quantize(rows + 0, full_precision(rows.shape[-1])) for rows in (keys, values)))
-        mx.eval(*block.arrays)
-        return block
-
-    def _quantize(self, plan: LayerPlan, keys: mx.array, values: mx.array, basis: Basis | None) -> KVBlock:
-        tensors = []
-        # In turn, which halves the temporaries.
-        for rows, its_plan, its_basis in ((keys, plan.keys, basis), (values, plan.values, self._value_basis)):
-            quant = self.quant
-            tensors.append(quantize(rows, its_plan, its_basis, is_fitted=quant.is_fitted, is_nested=quant.is_nested))
-            mx.eval(*tensors[-1].arrays)
-        return KVBlock(*tensors)
-
-    def _basis(
-        self, slot: int, keys: mx.array, behind: LayerKV | LayerState | None, factors: mx.array | None
-    ) -> Basis | None:
-        """The basis of a block of keys. It takes over the centre of the segment that it stands behind, so that the two
-        can become one, unless that is a mean of too few."""
-        if not self.quant.is_centred:
-            return self._value_basis if factors is None else Basis(self.quant.is_rotated, scale=factors)
-        before = behind.keys.basis if isinstance(behind, LayerKV) else None
-        is_enough = before is not None and before.num_sampled >= min(_MIN_SAMPLED, keys.shape[2])
-        if before is not None and before.centre is not None and is_enough:
-            return dataclasses.replace(before, centre=before.centre + 0)  # an array of its own, as budgeted
-        centre = mx.mean(keys.astype(mx.float32), axis=2, keepdims=True).astype(keys.dtype)
-        return Basis(self.quant.is_rotated, centre, factors, origin=slot, num_sampled=keys.shape[2])
 
     def get_shared_kv_cache(self, spans: Iterable[tuple[int, int]]) -> SharedPrefix:
         """Retain the chain named by `spans` [(slot, length), …]. Raises `HandoffError` if a slot is gone or misfits."""
@@ -672,6 +554,11 @@ class SharedKVCacheManager:
             if not 0 <= stats.free_bytes <= stats.budget_bytes:
                 raise IntegrityError(f"[check_integrity] free is {stats.free_bytes}, budget is {stats.budget_bytes}")
             check_table(self._table, self._holdings.values(), checksums=checksums)
+
+
+def _check_kind(kind: str) -> None:
+    if kind not in KINDS:
+        raise InvalidValueError(f"[seal] kind: expected one of {sorted(KINDS)}, got {kind!r}")
 
 
 def _check_state(where: str, spec: StateSpec, arrays: Sequence[mx.array]) -> None:

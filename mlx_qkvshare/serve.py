@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx_lm import server as _server
 
 from .attention import quantized_attention
-from .errors import BudgetExceededError, NonFiniteError, UnsupportedModelError
+from .errors import BudgetExceededError, NonFiniteError, UnsafeQuantError, UnsupportedModelError
 from .layer_cache import LayerCache
 from .manager import DEFAULT_BUDGET_BYTES, SharedKVCacheManager
 from .model import describe
@@ -94,12 +94,13 @@ class SharedModelProvider(_server.ModelProvider):
         model: Any = self.model
         try:
             spec = describe(model, vars(model.args), self.tokenizer)
-        except UnsupportedModelError as error:
+            manager = SharedKVCacheManager(
+                spec, self.quant, budget_bytes=self.budget_bytes, allow_unsafe=self.allow_unsafe
+            )
+        except (UnsupportedModelError, UnsafeQuantError) as error:
             log.warning("%s: caches are mlx-lm's own", error)
             return
-        self.manager = manager = SharedKVCacheManager(
-            spec, self.quant, budget_bytes=self.budget_bytes, allow_unsafe=self.allow_unsafe
-        )
+        self.manager = manager
         model.make_cache = lambda: manager.make_caches(manager.get_shared_kv_cache(()))
         self.is_batchable = False
 

@@ -15,6 +15,7 @@ from .attention import QuantizedAttention
 from .chat import ChatFormat, Message
 from .context import Prefilling, PrefillReport, Progress, Sampler, TokenContext, run_through
 from .errors import HandoffError, InvalidValueError
+from .guard import Looked
 from .layer_cache import LayerCache
 from .manager import SharedKVCacheManager
 from .package import HandoffPackage, Span
@@ -345,6 +346,12 @@ class AgentSession(TokenContext):
         """
         with self._working():
             return self._seal(kind)
+
+    def look(self, num_tokens: int) -> dict[int, Looked]:
+        """What every layer's attention asks for the private tail's last `num_tokens` tokens, or fewer: queries by
+        layer, none where a model's attention cannot be seen. The session stays as it is."""
+        with self._working():
+            return self._look(num_tokens)
 
     def fork(self, name: str) -> AgentSession:
         """A new session on the same context: seals first, then shares every byte.

@@ -254,8 +254,8 @@ class QuantSpec:
 
     def __post_init__(self) -> None:
         _require(
-            not self.is_adaptive or (self.k_bits == self.v_bits != FULL_PRECISION_BITS and not self.layer_bits),
-            "[QuantSpec] is_adaptive: expected k_bits == v_bits below 16 and no layer_bits, "
+            not self.is_adaptive or (self.k_bits == self.v_bits < 8 and not self.layer_bits),
+            "[QuantSpec] is_adaptive: expected k_bits == v_bits below 8 and no layer_bits, "
             f"got K{self.k_bits}V{self.v_bits} and {self.layer_bits}",
         )
         for entry in self.layer_bits:
@@ -308,13 +308,27 @@ class QuantSpec:
         return self._all_bits != {FULL_PRECISION_BITS}
 
     @property
+    def fewest_bits(self) -> int:
+        """The fewest that keys or values of any layer have."""
+        return min(self._all_bits)
+
+    @property
+    def most_bits(self) -> tuple[int, int]:
+        """The most that any layer has for keys, and for values."""
+        return (
+            max(self.k_bits, *(k for _, k, _ in self.layer_bits), 0),
+            max(self.v_bits, *(v for _, _, v in self.layer_bits), 0),
+        )
+
+    @property
     def _all_bits(self) -> set[int]:
         return {self.k_bits, self.v_bits, *(b for entry in self.layer_bits for b in entry[1:])}
 
     def raised(self, bits: int) -> QuantSpec:
-        """With `bits` at least, in every layer."""
+        """With `bits` at least, in every layer and block."""
         return dataclasses.replace(
             self,
+            is_adaptive=False,
             k_bits=max(bits, self.k_bits),
             v_bits=max(bits, self.v_bits),
             layer_bits=tuple((layer, max(bits, k), max(bits, v)) for layer, k, v in self.layer_bits),

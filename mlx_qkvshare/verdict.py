@@ -12,11 +12,15 @@ from typing import Any
 import mlx.core as mx
 
 from .errors import InvalidValueError, UnsafeQuantError
+from .fingerprint import digest_text
 from .folders import default_cache_dir, written_whole
-from .spec import CacheSpec, LayerSpec, QuantSpec
+from .spec import FULL_PRECISION_BITS, PRESETS, CacheSpec, LayerSpec, QuantSpec
 
 DEFAULT_PRESET = "safe"
+FULL_PRECISION = "full"
+"""The name in a verdict for "no preset is good enough"."""
 _FORMAT = 1
+_TECHNIQUE = ("sink_tokens", "is_rotated", "is_centred", "is_fitted")
 
 Factors = Sequence[mx.array | None]
 """Of every layer's keys, [1, Hk, 1, D] or None: see `calibrate`."""
@@ -24,22 +28,24 @@ Factors = Sequence[mx.array | None]
 
 @dataclass(frozen=True)
 class Refusal:
-    """A setting that damages the model; so does one of the same technique with no more bits on either side."""
+    """A setting that damages the model; so does one of the same technique with no more bits on
+    either side, in any layer, and groups no smaller."""
 
     quant: QuantSpec
     has_factors: bool
     reason: str
 
     def covers(self, quant: QuantSpec, has_factors: bool) -> bool:
-        is_alike = dataclasses.replace(quant, k_bits=self.quant.k_bits, v_bits=self.quant.v_bits) == self.quant
-        is_coarser = quant.k_bits <= self.quant.k_bits and quant.v_bits <= self.quant.v_bits
-        return is_alike and is_coarser and has_factors == self.has_factors
+        is_alike = all(getattr(quant, name) == getattr(self.quant, name) for name in _TECHNIQUE)
+        k_bits, v_bits = quant.most_bits
+        is_coarser = k_bits <= self.quant.k_bits and v_bits <= self.quant.v_bits
+        return is_alike and is_coarser and has_factors == self.has_factors and quant.group_size >= self.quant.group_size
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`preset` is what to take where nothing is asked for; `calibrated` are the presets that are better with
-    `key_factors`; `rows` are the measurements, as `FidelityRow` names their fields."""
+    """`preset` is what to take where nothing is asked for, `full` for full precision; `calibrated` are the presets
+    that are better with `key_factors`; `rows` are the measurements, as `FidelityRow` names their fields."""
 
     preset: str
     calibrated: tuple[str, ...] = ()
@@ -55,8 +61,9 @@ class Verdict:
         """Keep it for this model, named by its fingerprint. Raises `OSError`."""
         path, plain = verdict_path(spec, folder), dataclasses.asdict(dataclasses.replace(self, key_factors=()))
         arrays = {str(i): f for i, f in enumerate(self.key_factors) if f is not None}
+        text = json.dumps(plain | {"format": _FORMAT})
         with written_whole(path) as partial:
-            mx.save_safetensors(str(partial), arrays, metadata={"verdict": json.dumps(plain | {"format": _FORMAT})})
+            mx.save_safetensors(str(partial), arrays, metadata={"verdict": text, "digest": digest_text(text)})
         return path
 
 
@@ -73,14 +80,17 @@ def load_verdict(spec: CacheSpec, folder: Path | None = None) -> Verdict | None:
         found: Any = mx.load(str(path), return_metadata=True)
         arrays, metadata = found
         plain = json.loads(metadata["verdict"])
-        if plain.pop("format") != _FORMAT:
+        if plain.pop("format") != _FORMAT or digest_text(metadata["verdict"]) != metadata["digest"]:
             return None
         factors = tuple(arrays.get(str(index)) for index in range(len(spec.layers)))
         mx.eval([f for f in factors if f is not None])
         check_factors(factors, spec)
         refusals = tuple(Refusal(QuantSpec.from_plain(it.pop("quant")), **it) for it in plain.pop("refusals"))
         texts = {name: tuple(plain.pop(name)) for name in ("calibrated", "rows")}
-        QuantSpec.preset(plain["preset"])
+        for name in {plain["preset"], *texts["calibrated"]} - {FULL_PRECISION}:
+            QuantSpec.preset(name)
+        if texts["calibrated"] and not any(f is not None for f in factors):
+            return None
         return Verdict(**(plain | texts | {"refusals": refusals, "key_factors": factors}))
     except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError):
         return None
@@ -89,8 +99,8 @@ def load_verdict(spec: CacheSpec, folder: Path | None = None) -> Verdict | None:
 def choose(
     spec: CacheSpec, quant: QuantSpec | str | None, factors: Factors | None = None, *, allow_unsafe: bool = False
 ) -> tuple[QuantSpec, Factors | None]:
-    """The setting for `quant`, a preset's name, or None for what the doctor found best (`safe` if it was never asked),
-    and the key factors that go with it.
+    """The setting for `quant`, a preset or its name, `full`, or None for what the doctor found best (`safe` if it was
+    never asked), and the key factors that go with it.
 
     Raises:
         UnsafeQuantError: the doctor refused this setting for this model, and `allow_unsafe` was not given.
@@ -98,11 +108,17 @@ def choose(
     found = load_verdict(spec)
     if quant is None:
         quant = found.preset if found else DEFAULT_PRESET
-    if isinstance(quant, str):
+    if quant == FULL_PRECISION:
+        return QuantSpec(FULL_PRECISION_BITS, FULL_PRECISION_BITS), None
+    if isinstance(quant, QuantSpec):
+        # A preset is the same by its value, unless it is to be taken just as it stands.
+        name = None if allow_unsafe else next((name for name, it in PRESETS.items() if it == quant), None)
+    else:
         name, quant = quant, QuantSpec.preset(quant)
-        if factors is None and found is not None and name in found.calibrated:
-            factors = found.key_factors
-    refusal = found.refusal(quant, has_factors=factors is not None) if found and not allow_unsafe else None
+    if factors is None and found is not None and name in found.calibrated:
+        factors = found.key_factors
+    has_factors = factors is not None and any(factor is not None for factor in factors)
+    refusal = found.refusal(quant, has_factors=has_factors) if found and not allow_unsafe else None
     if found is not None and refusal is not None:
         raise UnsafeQuantError(
             f"[SharedKVCacheManager] {quant}: refused for this model, since the doctor measured {refusal.quant}: "

@@ -76,8 +76,8 @@ def recall(
 ) -> float:
     """The share of all questions about `num_contexts` contexts that are answered rightly, up to the value asked for.
 
-    Every context is sealed once; its questions then read the sealed rows, as they are unpacked, in one batch. Of
-    A `QuantSpec` is tried as it is, without the guard. Of 16 records × 16 contexts the standard error is 2 to 3 points,
+    Every context is sealed once; its questions then read the sealed rows, as they are unpacked, in one batch. A
+    `QuantSpec` is tried as it is, without the guard. Of 16 records × 16 contexts the standard error is 2 to 3 points,
     and that of a difference on the same contexts less.
     """
     manager = how if isinstance(how, SharedKVCacheManager) else SharedKVCacheManager(lm.spec, how, guard=None)

@@ -71,7 +71,7 @@ def test_importance_is_where_the_queries_look():
 def sealed(monkeypatch):
     """A session whose 500 tokens stand in blocks of different bits, and the rows that they were packed from."""
     # T's weights are random: it looks everywhere alike.
-    monkeypatch.setattr("mlx_qkvshare.manager.block_importance", lambda looked, keys: [1.0, 0.001, 0.05, 1.0])
+    monkeypatch.setattr("mlx_qkvshare.packing.block_importance", lambda looked, keys: [1.0, 0.001, 0.05, 1.0])
     manager = SharedKVCacheManager(T.spec, ADAPTIVE, guard=None)
     session = AgentSession("one", T, manager)
     session.prefill(some_ids(500))
@@ -131,5 +131,5 @@ def test_an_unknown_kind_is_refused_and_nothing_is_lost():
 
 @pytest.mark.parametrize("wrong", [{"k_bits": 8}, {"k_bits": 16, "v_bits": 16}, {"layer_bits": ((0, 8, 8),)}])
 def test_adaptive_bits_are_one_average(wrong):
-    with pytest.raises(InvalidValueError, match="is_adaptive: expected k_bits == v_bits below 16"):
+    with pytest.raises(InvalidValueError, match="is_adaptive: expected k_bits == v_bits below 8"):
         dataclasses.replace(ADAPTIVE, **wrong)

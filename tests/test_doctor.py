@@ -120,7 +120,8 @@ def test_the_smallest_preset_that_nobody_notices_is_taken():
     assert judged(safe=1e-5, balanced=2e-4, tight=9e-4).preset == "tight"
     assert judged(safe=1e-5, balanced=2e-4, tight=2e-3).preset == "balanced"
     assert judged(safe=1e-5, balanced=2e-3, tight=2e-3).preset == "safe"
-    assert judged(safe=1e-2, balanced=2e-2, tight=2e-2).preset == "safe", "the last resort"
+    assert judged(safe=2e-2, balanced=1e-2, tight=2e-2).preset == "balanced", "the least harmful"
+    assert judged(safe=1e-1, balanced=2e-1, tight=2e-1).preset == "full", "all are refused"
     assert judged(safe=1e-5, balanced=(2e-4, 0.8), tight=2e-3).preset == "safe", "recall counts as well"
 
 
@@ -128,6 +129,7 @@ def test_factors_are_taken_where_they_help():
     found = judged(safe=1e-5, safe_f=2e-5, balanced=2e-4, balanced_f=2e-4, tight=2e-3, tight_f=8e-4)
     assert found.calibrated == ("tight",) and found.preset == "tight" and len(found.key_factors) == 1
     assert judged(safe=1e-5, safe_f=2e-5, balanced=2e-4, tight=2e-3).key_factors == ()
+    assert judged(safe=1e-5, balanced=2e-4, tight=float("nan"), tight_f=1e-4).calibrated == ("tight",)
 
 
 @pytest.mark.parametrize(("values", "reason"), [((0.05, 0.9), "mean KL 0.05"), ((1e-3, 0.6), "recall 60% of 90%")])
@@ -148,7 +150,7 @@ def test_doctor_prints_keeps_and_is_followed(monkeypatch, tmp_path, folder):
     assert "verdict: " in shown.out and "take this" in shown.out and "worst layers" in shown.out
     spec = load(model).spec
     kept = verdict.load_verdict(spec)
-    assert kept is not None and f"verdict: {kept.preset}" in shown.out and str(folder) in shown.out.replace("\n", "")
+    assert kept is not None and f"verdict: {kept.preset}" in shown.out and str(folder) in shown.err
     assert SharedKVCacheManager(spec).quant == QuantSpec.preset(kept.preset)
 
     refusal = verdict.Refusal(K4V4, False, "mean KL 0.2")

@@ -115,6 +115,8 @@ def test_a_summary_is_over_all_tokens_of_all_texts_and_recall_over_copies():
     low, high = found["ppl_delta_interval"]
     assert low < found["ppl_delta_percent"] < high
     assert summary({"a": scores([1.0], [0.0]), "b": None}) == {}, "refused"
+    one = summary({"a": scores([1.0], [0.1])})
+    assert one["ppl_delta_percent"] == pytest.approx(100 * np.expm1(0.1)) and one["ppl_delta_interval"] is None
 
 
 def test_the_interval_has_the_truth_19_times_of_20():
@@ -186,7 +188,7 @@ def test_bench_fidelity_prints_a_table_and_ends_in_json(monkeypatch, tmp_path):
     own.write_text(text_of("union-1962")[:4000])
     model = save_tiny(tmp_path / "model")
     shown = run(
-        monkeypatch, "bench", "fidelity", "--model", model, "--prefix", 40, "--scored", 32, "--copy", 48, "--text", own
+        monkeypatch, "bench", "fidelity", "--model", model, "--prefix", 40, "--scored", 32, "--copy", 64, "--text", own
     )
     assert shown.code == 0, shown.err
     assert "own" in shown.out and "tight, factors, 8 hops" in shown.out
@@ -198,7 +200,7 @@ def test_bench_fidelity_prints_a_table_and_ends_in_json(monkeypatch, tmp_path):
     assert rows["safe, factors, 8 hops"]["handoffs"] == 8 and list(rows["safe"]["kl_by_passage"]) == ["own"]
 
 
-@pytest.mark.parametrize(("option", "value"), [("--dtype", "int8"), ("--text", "missing.txt")])
+@pytest.mark.parametrize(("option", "value"), [("--dtype", "int8"), ("--text", "missing.txt"), ("--copy", "20")])
 def test_bench_fidelity_refuses_odd_input_in_one_line(monkeypatch, tmp_path, option, value):
     shown = run(monkeypatch, "bench", "fidelity", "--model", tmp_path, option, value)
     assert shown.code == 2 and len(shown.err.strip().splitlines()) == 1 and value in shown.err

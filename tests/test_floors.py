@@ -43,6 +43,7 @@ FLOORS = {
     "verdict": 2.5,
     "guard": 2.5,
     "allocate": 2.6,
+    "packing": 2.7,
     "manager": 3,
     "attention": 3,
     "package": 3,

@@ -13,15 +13,18 @@ import urllib.request
 from pathlib import Path
 
 import mlx.core as mx
+import mlx_lm
 import pytest
 from cli_run import COMMAND, save_tiny
 from core_helpers import FULL, K8V8, loaded, stock_logits
+from mlx_lm import server
 from mlx_lm.generate import generate_step
 from reference import some_ids
 from tiny import RECURRENT, SLIDING
 
-from mlx_qkvshare import SharedKVCacheManager, quantized_attention
-from mlx_qkvshare.serve import SharedPromptCache, shared_server
+from mlx_qkvshare import QuantSpec, SharedKVCacheManager, load, quantized_attention, verdict
+from mlx_qkvshare.serve import SharedModelProvider, SharedPromptCache, shared_server
+from mlx_qkvshare.verdict import Refusal, Verdict
 
 ARCHITECTURES = {"full": {}, "window": SLIDING, "state": RECURRENT}
 
@@ -77,8 +80,6 @@ def test_a_context_that_finds_no_room_is_served_and_not_kept(caplog):
 
 
 def test_the_originals_are_back_after_the_block():
-    from mlx_lm import server
-
     before = server.ModelProvider, server.ResponseGenerator
     with shared_server() as inside:
         assert inside is server and server.ModelProvider is not before[0] and server.ResponseGenerator is not before[1]
@@ -138,3 +139,26 @@ def test_a_stock_client_gets_the_stock_servers_answers(tmp_path: Path, kind):
         again = [*talks[0], ("assistant", "x"), ("user", "And now?")]
         cached = ask(url, *again)["usage"]["prompt_tokens_details"]["cached_tokens"]
         assert cached > (30 if kind == "full" else -1)
+
+
+@pytest.mark.parametrize("family", [{}, SLIDING], ids=["full", "sliding"])
+def test_the_server_follows_what_the_doctor_found_for_the_same_model(tmp_path, monkeypatch, caplog, family):
+    """`load` and mlx-lm's own loader read the same model: its verdict must be found by either."""
+    folder = save_tiny(tmp_path / "model", **family)
+    spec = load(folder).spec
+    refusal = Refusal(QuantSpec(4, 4), False, "mean KL 0.2")
+    monkeypatch.setattr(verdict, "default_cache_dir", lambda: tmp_path)
+    Verdict(preset="balanced", refusals=(refusal,)).save(spec)
+
+    def served(**options):
+        model, tokenizer = mlx_lm.load(str(folder))
+        provider = object.__new__(type("Provider", (SharedModelProvider,), options))
+        loading = lambda self, *key: vars(self).update(model=model, tokenizer=tokenizer, draft_model=None)  # noqa: E731
+        monkeypatch.setattr(server.ModelProvider, "_load", loading)
+        provider._load("model")
+        return provider.manager
+
+    assert served().spec.fingerprint == spec.fingerprint
+    assert served().quant == QuantSpec.preset("balanced")
+    assert served(quant=QuantSpec(4, 4)) is None and "refused for this model" in caplog.text
+    assert served(quant=QuantSpec(4, 4), allow_unsafe=True).quant == QuantSpec(4, 4)

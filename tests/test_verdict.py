@@ -42,13 +42,16 @@ def test_it_is_kept_for_one_model_and_comes_back_whole(tmp_path):
     assert load_verdict(other, tmp_path) is None
 
 
-@pytest.mark.parametrize("damage", ["noise", "shape", "format", "preset"])
+@pytest.mark.parametrize("damage", ["noise", "shape", "format", "preset", "calibrated", "bare", "changed"])
 def test_a_file_that_does_not_fit_counts_as_none(tmp_path, damage, monkeypatch):
     wrong = {"shape": {"key_factors": (mx.ones((1, 3, 1, 32)), None)}, "preset": {"preset": "perfect"}}
+    wrong |= {"calibrated": {"calibrated": ("loose",)}, "bare": {"key_factors": (None, None)}}
     if damage == "format":
         monkeypatch.setattr(verdict, "_FORMAT", 99)
     path = dataclasses.replace(FOUND, **wrong.get(damage, {})).save(SPEC, tmp_path)
     monkeypatch.undo()
+    if damage == "changed":
+        path.write_bytes(path.read_bytes().replace(b"mean KL 0.13", b"mean KL 0.11"))
     if damage == "noise":
         path.write_bytes(b"not a tensor")
     assert load_verdict(SPEC, tmp_path) is None
@@ -70,9 +73,9 @@ def test_a_manager_follows_the_verdict_of_its_model(kept):
     assert choose(SPEC, "tight", own)[1] is own, "those that are given win"
 
 
-@pytest.mark.parametrize("quant", [QuantSpec(4, 8), QuantSpec(4, 4), QuantSpec(2, 6), QuantSpec.preset("tight")])
+@pytest.mark.parametrize("quant", [QuantSpec(4, 8), QuantSpec(4, 4), QuantSpec(2, 6)])
 def test_what_was_measured_unsafe_is_refused_by_name_and_so_is_what_is_coarser(kept, quant):
-    with pytest.raises(UnsafeQuantError, match=r"refused for this model.*(mean KL 0\.13|recall 0\.2).*'balanced'"):
+    with pytest.raises(UnsafeQuantError, match=r"refused for this model.*mean KL 0\.13.*'balanced'"):
         SharedKVCacheManager(SPEC, quant)
     assert SharedKVCacheManager(SPEC, quant, allow_unsafe=True).quant == quant
 
@@ -80,6 +83,38 @@ def test_what_was_measured_unsafe_is_refused_by_name_and_so_is_what_is_coarser(k
 @pytest.mark.parametrize("quant", [QuantSpec(5, 4), QuantSpec(8, 4), QuantSpec(4, 4, 32), "tight", "safe"])
 def test_what_was_not_measured_unsafe_is_taken(kept, quant):
     SharedKVCacheManager(SPEC, quant)
+
+
+@pytest.mark.parametrize(
+    "quant",
+    [
+        QuantSpec(is_nested=True),
+        dataclasses.replace(QuantSpec.preset("balanced"), is_adaptive=True),
+        QuantSpec(4, 4, layer_bits=((0, 8, 8),)),
+    ],
+)
+def test_a_refusal_does_not_trip_over_settings_of_another_kind(kept, quant):
+    SharedKVCacheManager(SPEC, quant)
+
+
+@pytest.mark.parametrize("quant", [QuantSpec(4, 4, 128), QuantSpec(2, 2, layer_bits=((0, 4, 4),))])
+def test_coarser_groups_and_layers_are_refused_as_well(kept, quant):
+    for factors in (None, [None, None]):
+        with pytest.raises(UnsafeQuantError):
+            SharedKVCacheManager(SPEC, quant, key_factors=factors)
+
+
+def test_a_preset_is_the_same_by_its_value_and_by_its_name(kept):
+    refused = Refusal(QuantSpec.preset("tight"), False, "mean KL 0.2")
+    dataclasses.replace(FOUND, refusals=(refused,)).save(SPEC)
+    for way in ("tight", QuantSpec.preset("tight")):
+        assert mx.array_equal(choose(SPEC, way)[1][0], FACTORS[0])
+    assert choose(SPEC, QuantSpec.preset("tight"), allow_unsafe=True)[1] is None, "just as it stands"
+
+
+def test_where_every_preset_harms_nothing_is_quantized(kept):
+    dataclasses.replace(FOUND, preset="full", refusals=(Refusal(QuantSpec.preset("safe"), False, "x"),)).save(SPEC)
+    assert SharedKVCacheManager(SPEC).quant == QuantSpec(16, 16)
 
 
 def test_an_unknown_preset_is_refused_by_name():

@@ -25,6 +25,7 @@ from mlx_qkvshare import (
     context,
     spec,
 )
+from mlx_qkvshare.errors import InvalidValueError
 from mlx_qkvshare.model import LoadedModel, describe
 from mlx_qkvshare.spec import LayerSpec, StateSpec
 
@@ -296,3 +297,23 @@ def test_neighbours_that_end_in_a_window_are_not_joined(sliding):
 def test_specs_without_what_their_kind_needs_are_refused(make):
     with pytest.raises(ValueError, match="expected"):
         make()
+
+
+@pytest.mark.parametrize("family", [SLIDING, RECURRENT], ids=["sliding", "recurrent"])
+@pytest.mark.parametrize("failing", ["kind", "packing"])
+def test_a_seal_that_fails_before_the_first_layer_is_packed_loses_nothing(family, failing, monkeypatch):
+    lm = loaded(**family)
+    manager = SharedKVCacheManager(lm.spec, K8V8)
+    with AgentSession("one", lm, manager) as session, AgentSession("other", lm, manager) as other:
+        for it in (session, other):
+            it.prefill(some_ids(60))  # the window of 16 has moved
+        before = manager.stats()
+        if failing == "packing":
+            monkeypatch.setattr("mlx_qkvshare.manager.Packer.pack", lambda *_, **__: (_ for _ in ()).throw(MemoryError))
+        with pytest.raises(InvalidValueError if failing == "kind" else MemoryError):
+            session.seal(kind="gossip" if failing == "kind" else "context")
+        monkeypatch.undo()
+        assert session.num_tokens == 60 and manager.stats() == before
+        assert mx.array_equal(*(it.score([5, 6, 7]) for it in (session, other)))
+        assert session.seal() == 63
+        manager.check_integrity(checksums=True)
