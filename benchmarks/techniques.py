@@ -21,7 +21,7 @@ PLAIN, NESTED = QuantSpec(), QuantSpec(is_nested=True)
 FLAGS = {"sinks": {"sink_tokens": 4}, "rotated": {"is_rotated": True}, "centred": {"is_centred": True}}
 CASES = {"plain K8V8": PLAIN} | {name: dataclasses.replace(PLAIN, **flag) for name, flag in FLAGS.items()}
 CASES |= {"nested": NESTED, "nested, base only": NESTED, "K6V6": QuantSpec(6, 6), "K4V4": QuantSpec(4, 4)} | PRESETS
-CASES |= {"safe, factors": PRESETS["safe"], "safe, guarded": PRESETS["safe"]}
+CASES |= {"safe, factors": PRESETS["safe"], "K4V4, guarded": QuantSpec(4, 4)}
 CASES["tight, adaptive"] = dataclasses.replace(PRESETS["tight"], is_adaptive=True)
 
 

@@ -73,7 +73,7 @@ def _kernel_check(spec: CacheSpec) -> str:
 
 
 def _print_rows(terminal: Terminal, found: Examination) -> None:
-    table = make_table(terminal, "setting", "bits a\nvalue", "mean KL", "p99 KL", "top-1", "perplexity", "recall", "")
+    table = make_table(terminal, "setting", "bits a\nvalue", "mean KL", "p99 KL", "top-1", "ppl, %", "recall", "")
     refused = [(it.quant, it.has_factors) for it in found.verdict.refusals]
     for row, (quant, has_factors) in zip(found.rows, found.settings, strict=True):
         verdict = "refused" if (quant, has_factors) in refused else _mark(found, quant, has_factors)
@@ -91,7 +91,7 @@ def _measured(row: FidelityRow) -> list[str]:
     def show(value: float | None, form: str) -> str:
         return "-" if value is None else format(value, form)
 
-    growth = "-" if row.ppl_delta_percent is None else f"{row.ppl_delta_percent:+.2f} %"
+    growth = "-" if row.ppl_delta_percent is None else f"{row.ppl_delta_percent:+.2f}"
     recall = show(row.recall, ".1%")
     return [show(row.kl_mean, ".1e"), show(row.kl_p99, ".1e"), show(row.top1_agreement, ".3f"), growth, recall]
 

@@ -106,10 +106,10 @@ def examine(
 
 def _passages(lm: LoadedModel) -> list[Passage]:
     text, limit = text_of(TEXTS[0]), lm.spec.max_context_tokens
-    scored = min(256, limit // 4)
+    scored = min(192, limit // 4)
     return [
-        passage(lm.tokenizer, TEXTS[0], text, prefix_tokens=min(768, limit - scored), scored_tokens=scored),
-        copy_passage(lm.tokenizer, text, prefix_tokens=min(384, limit // 2), scored_tokens=min(192, limit // 4)),
+        passage(lm.tokenizer, TEXTS[0], text, prefix_tokens=min(512, limit - scored), scored_tokens=scored),
+        copy_passage(lm.tokenizer, text, prefix_tokens=min(320, limit // 2), scored_tokens=min(144, limit // 4)),
     ]
 
 
