@@ -363,7 +363,7 @@ class CardStore:
     def _open(self, path: Path) -> Iterator[BinaryIO]:
         """A plain file, not a link or a pipe, to read."""
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(handle, "rb", buffering=0) as file:
+        with open(handle, "rb") as file:
             if not stat.S_ISREG(os.fstat(handle).st_mode):
                 raise CardCorruptError(f"[CardStore] {path.name}: expected a plain file, got another kind")
             yield file
