@@ -113,12 +113,12 @@ def decode(raw: bytes, where: str) -> Card:
         raise CardFormatError(f"[card {where}] format: expected a card, got {raw[:40]!r}; readable are [{FORMAT}]")
     if type(whole["format"]) is not int or whole["format"] != FORMAT:
         raise CardFormatError(f"[card {where}] format: found {whole['format']!r}, readable are [{FORMAT}]")
-    if whole.get("digest") != (found := _digest(whole["card"])):
-        raise CardCorruptError(f"[card {where}] digest: expected {whole.get('digest')!r}, got {found}")
     try:
+        if whole.get("digest") != (found := _digest(whole["card"])):
+            raise CardCorruptError(f"[card {where}] digest: expected {whole.get('digest')!r}, got {found}")
         card = _parse(whole["card"])
         is_whole = card.encoded() == raw
-    except (KeyError, ValueError, TypeError, AttributeError, InvalidValueError) as error:
+    except (LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CardFormatError(f"[card {where}] expected the fields of a card: {error!r}") from error
     if not is_whole:
         raise CardCorruptError(f"[card {where}] expected the form that we write, got another")

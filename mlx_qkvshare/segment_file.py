@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from .errors import CardCorruptError, CardFormatError, FingerprintMismatchError, IntegrityError, InvalidValueError
+from .errors import CardCorruptError, CardFormatError, FingerprintMismatchError, IntegrityError
 from .quantize import DIGEST_BYTES, Basis, QuantizedTensor, buffer_of, checksum
 from .segment import KVBlock, LayerKV, LayerState, SharedSegment
 from .spec import SUPPORTED_BITS, SUPPORTED_GROUP_SIZES, CacheSpec, LayerSpec, QuantSpec, StateSpec, TensorPlan
@@ -224,9 +224,10 @@ def _parse(raw: bytes, digest: str) -> SegmentHeader:
         about |= {"quant": QuantSpec.from_plain(about["quant"]), "layers": tuple(about["layers"])}
         entries = tuple(TensorEntry(name, it["dtype"], tuple(it["shape"])) for name, it in plain.items())
         header = SegmentHeader(**about, entries=entries)
-        if header.encoded == raw:
+        is_sized = all(type(size) is int and size >= 0 for entry in entries for size in entry.shape)
+        if is_sized and header.encoded == raw:
             return header
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, InvalidValueError) as error:
+    except (LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CardFormatError(f"[segment {digest}] header: expected one of ours, got {raw[8:80]!r}") from error
     raise CardFormatError(f"[segment {digest}] header: expected the form that we write, got another")
 
@@ -282,7 +283,7 @@ def check_layout(header: SegmentHeader, spec: CacheSpec) -> None:
     """Raise `CardCorruptError` unless all arrays are those of a segment of such layers: names, shapes and dtypes."""
     try:
         expected = list(_expected(header, spec))
-    except (ValueError, TypeError, KeyError, IndexError) as error:
+    except (ValueError, TypeError, LookupError) as error:
         raise CardCorruptError(f"[segment {header.digest}] layers: expected {len(spec.layers)} of ours") from error
     order = [entry for entry in expected if not entry.name.endswith(".residual")]
     order += [entry for entry in expected if entry.name.endswith(".residual")]
