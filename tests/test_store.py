@@ -43,6 +43,7 @@ from mlx_qkvshare.errors import (
     InvalidValueError,
 )
 from mlx_qkvshare.model import describe
+from mlx_qkvshare.segment_file import read_arrays
 
 LONG = 2000
 TESTS = Path(__file__).resolve().parent
@@ -395,6 +396,37 @@ def test_a_budget_that_is_too_small_is_told_before_anything_is_read(store, monke
     monkeypatch.setattr("mlx_qkvshare.store.read_arrays", lambda *_: pytest.fail("read"))
     with unchanged(fresh), pytest.raises(BudgetExceededError, match=f"a card needs {card.packed_bytes} bytes"):
         fresh.load_card(store, "c")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_an_interrupt_while_loading_leaves_all_as_it_was(small, monkeypatch, error):
+    manager, calls = small_manager(), []
+
+    def read(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise error
+        return read_arrays(*args)
+
+    monkeypatch.setattr("mlx_qkvshare.store.read_arrays", read)
+    with unchanged(manager), pytest.raises(error):
+        manager.load_card(small, "card")
+
+
+def test_two_loads_at_once_end_with_one_copy(small, monkeypatch):
+    manager, others = small_manager(), []
+
+    def read(*args):
+        if not others:
+            others.append(None)
+            others[0] = manager.load_card(small, "card")
+        return read_arrays(*args)
+
+    monkeypatch.setattr("mlx_qkvshare.store.read_arrays", read)
+    with manager.load_card(small, "card") as loaded, others[0] as other:
+        assert loaded.prefix.views == other.prefix.views
+        assert manager.stats().used_bytes == loaded.card.packed_bytes
+        manager.check_integrity(checksums=True)
 
 
 def test_nobody_is_evicted_for_damaged_bytes(store):
