@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .chat import Message
-from .errors import CardCorruptError, CardFormatError, InvalidValueError
+from .errors import CardCorruptError, CardFormatError, ContextLimitError, FingerprintMismatchError, InvalidValueError
 from .quantize import DIGEST_BYTES
 from .spec import CacheSpec, Fingerprint, LayerSpec, QuantSpec, StateSpec
 
@@ -209,6 +209,38 @@ def _decode_ids(plain: list[Any] | None) -> tuple[int, ...] | None:
         raise ValueError(f"token_ids: expected 2, 4 or 8 bytes for each, got {width!r}")
     steps = range(0, len(data), width)
     return tuple(int.from_bytes(data[i : i + width], "little", signed=width == 8) for i in steps)
+
+
+# --- does it fit? -------------------------------------------------------------------------------------
+
+
+def check_fit(card: Card, spec: CacheSpec, quant: QuantSpec) -> None:
+    """Raise `FingerprintMismatchError`, naming the field, or `ContextLimitError` unless this model can attend it."""
+    if (differing := _spec_difference(spec, card.spec)) is not None:
+        field, expected, got = differing
+        raise FingerprintMismatchError(f"[load_card] {field}: expected {expected}, the card has {got}")
+    if card.quant != quant:
+        raise FingerprintMismatchError(f"[load_card] quant: expected {quant}, the card has {card.quant}")
+    if card.num_tokens > spec.max_context_tokens:
+        raise ContextLimitError(f"[load_card] needed {card.num_tokens} positions, available {spec.max_context_tokens}")
+
+
+def _spec_difference(ours: CacheSpec, theirs: CacheSpec) -> tuple[str, object, object] | None:
+    """The first field that differs: what a reader understands first, digests last."""
+    if len(ours.layers) != len(theirs.layers):
+        return "layers", len(ours.layers), len(theirs.layers)
+    for index, (a, b) in enumerate(zip(ours.layers, theirs.layers, strict=True)):
+        if type(a) is not type(b):
+            return f"kind of layer {index}", type(a).__name__, type(b).__name__
+        for it in dataclasses.fields(a if isinstance(a, LayerSpec) else b):
+            if getattr(a, it.name) != getattr(b, it.name):
+                return f"{it.name} of layer {index}", getattr(a, it.name), getattr(b, it.name)
+    for name in ("dtype", "grouping"):
+        if getattr(ours, name) != getattr(theirs, name):
+            return name, getattr(ours, name), getattr(theirs, name)
+    if (field := ours.fingerprint.first_difference(theirs.fingerprint)) is None:
+        return None
+    return field, getattr(ours.fingerprint, field), getattr(theirs.fingerprint, field)
 
 
 # --- tokens of which only a digest is kept -----------------------------------------------------------

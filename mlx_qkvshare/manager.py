@@ -42,7 +42,7 @@ from .segment import (
     residuals_checksum,
     truncate_views,
 )
-from .segment_file import settled
+from .segment_layout import settled
 from .spec import CacheSpec, LayerPlan, LayerSpec, QuantSpec, StateSpec, full_precision
 from .state_cache import grouped, snapshot, state_class
 from .table import Record, SegmentTable, SharedSlot, can_join

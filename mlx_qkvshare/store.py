@@ -8,7 +8,6 @@ the system lets go of it when a process dies. So nothing goes while somebody is 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fcntl
 import hashlib
 import os
@@ -21,15 +20,13 @@ from typing import BinaryIO, Protocol
 
 import mlx.core as mx
 
-from .card import Card, CardSegment, are_hidden, decode, is_digest, tokens_digest
+from .card import Card, CardSegment, are_hidden, check_fit, decode, is_digest, tokens_digest
 from .errors import (
     CardCorruptError,
     CardError,
     CardFormatError,
     CardNotFoundError,
     CardWriteError,
-    ContextLimitError,
-    FingerprintMismatchError,
     HandoffError,
     InvalidValueError,
 )
@@ -39,19 +36,8 @@ from .package import HandoffPackage, Span
 from .prefix import SharedPrefix
 from .quantize import DIGEST_BYTES
 from .segment import SegmentView
-from .segment_file import (
-    Layers,
-    SegmentHeader,
-    build_layers,
-    check_factors_of,
-    check_layout,
-    describe,
-    read_arrays,
-    read_header,
-    verify_arrays,
-    write_segment,
-)
-from .spec import CacheSpec, LayerSpec
+from .segment_file import SegmentHeader, describe, read_arrays, read_header, verify_arrays, write_segment
+from .segment_layout import Layers, build_layers, check_factors_of, check_layout
 from .table import SharedSlot
 from .versions import versions
 
@@ -221,7 +207,7 @@ class CardStore:
         """
         with self._locked():
             card = self._card(name)
-            check_fit(card, manager)
+            check_fit(card, manager.spec, manager.quant)
             headers = []
             for segment in card.segments:
                 with self._opened(segment, card) as (_, header):
@@ -397,37 +383,6 @@ def _removed(path: Path) -> int:
     except OSError as error:
         raise CardWriteError(f"[CardStore] {path.name}: {error}") from error
     return size
-
-
-def check_fit(card: Card, manager: SharedKVCacheManager) -> None:
-    """Raise `FingerprintMismatchError`, naming the field, or `ContextLimitError` unless this model can attend it."""
-    if (differing := _spec_difference(manager.spec, card.spec)) is not None:
-        field, expected, got = differing
-        raise FingerprintMismatchError(f"[load_card] {field}: expected {expected}, the card has {got}")
-    if card.quant != manager.quant:
-        raise FingerprintMismatchError(f"[load_card] quant: expected {manager.quant}, the card has {card.quant}")
-    if card.num_tokens > manager.spec.max_context_tokens:
-        raise ContextLimitError(
-            f"[load_card] needed {card.num_tokens} positions, available {manager.spec.max_context_tokens}"
-        )
-
-
-def _spec_difference(ours: CacheSpec, theirs: CacheSpec) -> tuple[str, object, object] | None:
-    """The first field that differs: what a reader understands first, digests last."""
-    if len(ours.layers) != len(theirs.layers):
-        return "layers", len(ours.layers), len(theirs.layers)
-    for index, (a, b) in enumerate(zip(ours.layers, theirs.layers, strict=True)):
-        if type(a) is not type(b):
-            return f"kind of layer {index}", type(a).__name__, type(b).__name__
-        for it in dataclasses.fields(a if isinstance(a, LayerSpec) else b):
-            if getattr(a, it.name) != getattr(b, it.name):
-                return f"{it.name} of layer {index}", getattr(a, it.name), getattr(b, it.name)
-    for name in ("dtype", "grouping"):
-        if getattr(ours, name) != getattr(theirs, name):
-            return name, getattr(ours, name), getattr(theirs, name)
-    if (field := ours.fingerprint.first_difference(theirs.fingerprint)) is None:
-        return None
-    return field, getattr(ours.fingerprint, field), getattr(theirs.fingerprint, field)
 
 
 def _package_of(card: Card, manager: SharedKVCacheManager, prefix: SharedPrefix) -> HandoffPackage:

@@ -23,6 +23,7 @@ FLOORS = {
     "gguf_file": 1,
     "segment": 1.5,
     "segment_file": 1.6,
+    "segment_layout": 1.7,
     "state_cache": 2.1,
     "gguf_architectures": 1.2,
     "gguf_tokenizer": 1.2,
