@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from .attention import QuantizedAttention, quantized_attention
 from .batch import AgentBatch, BatchEvent
+from .card import Card
 from .chat import Message
 from .errors import QKVShareError
 from .handoff import HandoffCoordinator, HandoffRecord
@@ -11,6 +12,7 @@ from .layer_cache import LayerCache
 from .manager import SharedKVCacheManager
 from .package import HandoffPackage
 from .prefix import SharedPrefix
+from .restore import Restored, restore
 from .routes import Route, RouteTable
 from .sampling import Sampling
 from .schedule import SchedulerStats
@@ -18,6 +20,7 @@ from .scheduler import AgentScheduler
 from .segment import SegmentView, SharedSegment
 from .session import AgentSession, StreamChunk
 from .spec import CacheSpec, QuantSpec
+from .store import CardStore
 from .task import AgentTask, Priority, Task
 
 if TYPE_CHECKING:
@@ -32,6 +35,8 @@ __all__ = [
     "AgentTask",
     "BatchEvent",
     "CacheSpec",
+    "Card",
+    "CardStore",
     "HandoffCoordinator",
     "HandoffPackage",
     "HandoffRecord",
@@ -42,6 +47,7 @@ __all__ = [
     "QKVShareError",
     "QuantSpec",
     "QuantizedAttention",
+    "Restored",
     "Route",
     "RouteTable",
     "Sampling",
@@ -54,6 +60,7 @@ __all__ = [
     "Task",
     "load",
     "quantized_attention",
+    "restore",
 ]
 
 

@@ -174,7 +174,7 @@ class TokenContext:
             limit = yield left
             size = _chunk_size(left, self._step if limit is None else max(1, min(limit, self._step)))
             chunk = token_ids[total - left : total - left + size]
-            logits = self._run(mx.array(chunk))[-1]
+            logits = self._run(_known(chunk))[-1]
             left -= size
             if left == 0:
                 mx.eval(logits, [cache.state for cache in self._leaves])
@@ -293,7 +293,7 @@ class TokenContext:
         with contextlib.closing(_Spare(self.manager, self._prefix, self.token_ids)) as spare:
             for start in range(0, len(spare.token_ids), self._step):
                 chunk = spare.token_ids[start : start + self._step]
-                logits = self._run(mx.array(chunk), spare.caches)[-1]
+                logits = self._run(_known(chunk), spare.caches)[-1]
                 mx.eval(logits, [cache.state for cache in leaves(spare.caches)])
         self._require_finite(logits)
         return logits
@@ -448,6 +448,15 @@ class _Spare:
 
     def close(self) -> None:
         self._prefix.release()
+
+
+def _known(token_ids: list[int]) -> mx.array:
+    """Tokens [L] to run. Of a card without its tokens only what comes after it can be."""
+    if min(token_ids) < 0:
+        raise InvalidValueError(
+            "[AgentSession] token_ids: expected 0 or more, got tokens whose ids a card did not keep"
+        )
+    return mx.array(token_ids)
 
 
 def run_through(steps: Prefilling) -> None:

@@ -53,6 +53,26 @@ class FingerprintMismatchError(HandoffError):
     """The package was made by another model, adapter, tokenizer or cache layout; names the field."""
 
 
+class CardError(QKVShareError):
+    """A card cannot be used as asked; manager and session are as they were."""
+
+
+class CardNotFoundError(CardError):
+    """The store has no card of this name."""
+
+
+class CardFormatError(CardError):
+    """The file is none of ours, or of a format that this version does not read; names the version that was found."""
+
+
+class CardCorruptError(CardError):
+    """Bytes of a card or of a segment changed, or are gone; names the file and the field."""
+
+
+class CardWriteError(CardError):
+    """The card could not be written, for want of space perhaps; what was kept under its name before is whole."""
+
+
 class IntegrityError(QKVShareError):
     """A checksum or an accounting equation does not hold; the message states both sides."""
 

@@ -28,6 +28,16 @@ def written_whole(path: Path) -> Iterator[Path]:
         with open(name, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(name, path)
+        sync_folder(path.parent)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+def sync_folder(folder: Path) -> None:
+    """The names in it survive a power cut from here on. Raises `OSError`."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

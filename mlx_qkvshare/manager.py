@@ -13,7 +13,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import mlx.core as mx
 
@@ -32,6 +32,8 @@ from .layer_cache import ChunkLayerCache, LayerCache, WindowLayerCache
 from .packing import NOTHING, GuardReport, Packer, Source
 from .prefix import Holding, SharedPrefix
 from .segment import (
+    LayerKV,
+    LayerState,
     SegmentView,
     SharedSegment,
     layers_checksum,
@@ -39,6 +41,7 @@ from .segment import (
     residuals_checksum,
     truncate_views,
 )
+from .segment_layout import settled
 from .spec import CacheSpec, LayerSpec, QuantSpec, StateSpec
 from .state_cache import grouped, state_class
 from .table import Record, SegmentTable, SharedSlot, can_join
@@ -48,6 +51,18 @@ _CACHES = {"full": LayerCache, "window": WindowLayerCache, "chunk": ChunkLayerCa
 DEFAULT_BUDGET_BYTES = 4 * 2**30
 _GUARD = Guard()
 _KEPT_RAISED = 256
+
+Standing = tuple[tuple[int, ...], int, str, str | None]
+Content = tuple[tuple[int, ...], int, tuple[LayerKV | LayerState, ...], str, str | None]
+Saved = TypeVar("Saved", covariant=True)
+Loaded = TypeVar("Loaded", covariant=True)
+
+
+class CardKeeper(Protocol[Saved, Loaded]):
+    """Where cards are kept: a `CardStore`."""
+
+    def save(self, manager: SharedKVCacheManager, name: str, source: Any, *, keep_tokens: bool = True) -> Saved: ...
+    def load(self, manager: SharedKVCacheManager, name: str) -> Loaded: ...
 
 
 @dataclass(frozen=True)
@@ -293,6 +308,67 @@ class SharedKVCacheManager:
         with self._locked():
             return self._retain(self._table.resolve(spans))
 
+    # --- cards -------------------------------------------------------------------------------------
+
+    def save_card(self, store: CardKeeper[Saved, Loaded], name: str, source: Any, *, keep_tokens: bool = True) -> Saved:
+        """Keep a session's or a package's context under `name`. See `CardStore.save`."""
+        return store.save(self, name, source, keep_tokens=keep_tokens)
+
+    def load_card(self, store: CardKeeper[Saved, Loaded], name: str) -> Loaded:
+        """Bring back what was kept under `name`, for `AgentSession.receive_state`. See `CardStore.load`; `restore` does
+        both, and computes again what does not fit."""
+        return store.load(self, name)
+
+    @property
+    def key_factors(self) -> Sequence[mx.array | None]:
+        """Of every layer: what keys are packed with here."""
+        return tuple(self._packer.factors)
+
+    def standing(self, chain: Iterable[Standing]) -> SharedPrefix:
+        """Retain as much of the beginning of `chain`, [(token ids, length of the view, checksum, residual checksum),
+        …], as stands here: the same bytes, at the same place, behind the same segments."""
+        with self._locked():
+            views: tuple[SegmentView, ...] = ()
+            for token_ids, length, base, residual in chain:
+                segment = self._table.standing(views[-1] if views else None, token_ids, (base, residual))
+                if segment is None:
+                    break
+                views = (*views, SegmentView(segment, length))
+            return self._retain(views)
+
+    def require_room(self, nbytes: int) -> None:
+        """Raise `BudgetExceededError` unless `nbytes` are free or can be made free; nothing is evicted."""
+        with self._locked():
+            self._check_room(nbytes, "a card")
+
+    def reserve_slots(self, sizes: Sequence[tuple[int, int]]) -> list[SharedSlot]:
+        """Slots for segments of [(tokens, bytes), …] that are there already: all of them, or `BudgetExceededError`."""
+        with self._locked():
+            self._take(sum(nbytes for _, nbytes in sizes), "a card")
+            return [self._table.allocate(count, nbytes, nbytes) for count, nbytes in sizes]
+
+    def link(self, prefix: SharedPrefix, slots: Sequence[SharedSlot], contents: Sequence[Content]) -> None:
+        """Extend `prefix` by sealed segments that were read from elsewhere, each behind the one before: [(token ids,
+        length of the view, layers, checksum, residual checksum), …]. What another thread linked meanwhile is taken."""
+        with self._locked():
+            self._check_held(prefix.holding)
+            views = prefix.views
+            for slot, (token_ids, length, layers, base, residual) in zip(slots, contents, strict=True):
+                behind = views[-1] if views else None
+                segment = self._table.standing(behind, token_ids, (base, residual))
+                if segment is not None:
+                    self.free_slot(slot)
+                else:
+                    its_layers = settled(layers, slot.slot, behind.segment.layers if behind else None)
+                    segment = SharedSegment(
+                        slot.slot, behind.stop if behind else 0, token_ids, its_layers, self.quant,
+                        self.spec.fingerprint.digest, base, residual,
+                    )  # fmt: skip
+                    assert segment.nbytes == slot.nbytes, (segment.nbytes, slot.nbytes)
+                    self._table.fill(self._table.record(slot.slot), segment, behind.segment.slot if behind else None)
+                views = (*views, SegmentView(segment, length))
+            self._set_views(prefix.holding, views)
+
     def make_caches(self, prefix: SharedPrefix, *, reads_base: bool = False) -> list[LayerCache]:
         """A cache per layer over `prefix`, grouped as mlx-lm's model takes them: its `cache`.
 
@@ -416,6 +492,14 @@ class SharedKVCacheManager:
 
     def _take(self, nbytes: int, what: str) -> None:
         """Move `nbytes` from free to used (or back, if negative), evicting for it if it must and can."""
+        if self._check_room(nbytes, what):
+            self.drop_residuals()  # first, so that no more is evicted than must be
+        while self._free_bytes < nbytes:
+            self._evict(self._table.evictable_leaves()[0])
+        self._free_bytes -= nbytes
+
+    def _check_room(self, nbytes: int, what: str) -> bool:
+        """Raise `BudgetExceededError` unless `nbytes` can be made free; True if that costs all residuals."""
         records = self._table.records.values()
         evictable = sum(record.counted_bytes for record in records if record.is_evictable)
         if nbytes > self._free_bytes + evictable:
@@ -425,10 +509,8 @@ class SharedKVCacheManager:
                     f"[SharedKVCacheManager] {what} needs {nbytes} bytes; of the budget of {self.budget_bytes} bytes "
                     f"{self._free_bytes} are free and {evictable} evictable"
                 )
-            self.drop_residuals()  # first, so that no more is evicted than must be
-        while self._free_bytes < nbytes:
-            self._evict(self._table.evictable_leaves()[0])
-        self._free_bytes -= nbytes
+            return True
+        return False
 
     def _evict(self, record: Record) -> None:
         self._table.evict(record)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib.metadata
 import os
 import platform
 import statistics
@@ -13,6 +12,8 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+
+from .versions import versions
 
 AS_ASKED: dict[str, Any] = {"allow_unsafe": True, "guard": None}
 """Of a manager whose bits are measured: neither refused nor raised."""
@@ -69,17 +70,6 @@ def machine() -> dict[str, Any]:
     if mx.metal.is_available():
         info["chip"] = mx.device_info()["device_name"]
     return info
-
-
-def versions() -> dict[str, str]:
-    names = ("mlx-qkvshare", "mlx", "mlx-lm", "numpy")
-    found = {}
-    for name in names:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return {"python": platform.python_version(), **found}
 
 
 def report(bench: str, model: str, results: Sequence[Any]) -> dict[str, Any]:

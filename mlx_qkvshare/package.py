@@ -37,7 +37,8 @@ class HandoffPackage:
 
     `manager` names the manager whose slots these are; `sequence` counts the sender's packages, so that
     one cannot be replayed; `messages`, which follow the first `base_tokens` tokens, let the receiver go
-    on with the conversation.
+    on with the conversation. `hops` counts the handoffs that the context came through; `is_role_due` says that the
+    sender has not said its role yet.
     """
 
     manager: str
@@ -49,6 +50,8 @@ class HandoffPackage:
     spans: tuple[Span, ...]
     base_tokens: int = 0
     messages: tuple[Message, ...] = ()
+    hops: int = 0
+    is_role_due: bool = True
 
     @property
     def num_tokens(self) -> int:

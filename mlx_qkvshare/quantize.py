@@ -16,6 +16,8 @@ import numpy as np
 
 from .spec import TensorPlan
 
+DIGEST_BYTES = 16
+
 
 @dataclass(frozen=True, eq=False)
 class Basis:
@@ -299,9 +301,14 @@ def join(tensors: Sequence[QuantizedTensor]) -> QuantizedTensor:
 
 def checksum(arrays: Iterable[mx.array]) -> str:
     """A digest of every byte, in order."""
-    digest = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for array in arrays:
-        # bfloat16 has no buffer protocol; any 2-byte view shows the same bytes
-        plain = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
-        digest.update(np.array(plain, copy=False).data)
+        digest.update(buffer_of(array))
     return digest.hexdigest()
+
+
+def buffer_of(array: mx.array) -> memoryview:
+    """Its bytes as they are in memory, not copied."""
+    # bfloat16 has no buffer protocol; any 2-byte view shows the same bytes
+    plain = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
+    return np.array(plain, copy=False).data

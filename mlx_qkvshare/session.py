@@ -135,6 +135,7 @@ class AgentSession(TokenContext):
         self._id, self._sequence, self._num_forks = secrets.token_hex(8), 0, 0
         self._role_is_due = self._role_was_due = True
         self._base_tokens = 0  # tokens in front of the conversation that came as ids, not as messages
+        self._hops = 0  # handoffs that the context came through
         self._num_unanswered = 0  # messages that a failed turn takes back
 
     def __enter__(self) -> AgentSession:
@@ -373,7 +374,7 @@ class AgentSession(TokenContext):
             )
             twin._adopt(self._prefix.fork())
             twin.messages, twin._base_tokens = list(self.messages), self._base_tokens
-            twin._role_is_due = self._role_is_due
+            twin._role_is_due, twin._hops = self._role_is_due, self._hops
             if self.sampling.seed is not None:  # reproducible, but not its parent's draws once more
                 self._num_forks += 1
                 twin._seed = random.Random(f"{self._seed}/{self._num_forks}").getrandbits(32)
@@ -418,10 +419,14 @@ class AgentSession(TokenContext):
             spans=tuple(Span.of(view) for view in self._prefix.views),
             base_tokens=self._base_tokens,
             messages=tuple(self.messages),
+            hops=self._hops,
+            is_role_due=self._role_is_due,
         )
 
-    def receive_state(self, package: HandoffPackage) -> None:
+    def receive_state(self, package: HandoffPackage, *, is_own: bool = False) -> None:
         """Take over the context of `package`, by reference, in place of the own one.
+
+        `is_own` says that this very agent made it, as when it comes back from a card: its role is not said again.
 
         Raises `HandoffError` if a slot is gone; the session is then as it was. `HandoffCoordinator`
         checks the rest of a package.
@@ -432,7 +437,19 @@ class AgentSession(TokenContext):
             prefix = self.manager.get_shared_kv_cache(package.slots)
             self._adopt(prefix)
             self.messages, self._base_tokens = list(package.messages), package.base_tokens
-            self._role_is_due = True
+            self._role_is_due = package.is_role_due if is_own else True
+            self._hops = package.hops + (not is_own)
+
+    def beside(self) -> AgentSession:
+        """A new and empty session of the same model, manager and settings, to compute something in."""
+        return AgentSession(
+            self.name,
+            self._model,
+            self.manager,
+            max_context_tokens=self.max_context_tokens,
+            prefill_step_tokens=self._step,
+            attention=self._attention,
+        )
 
     def reset(self) -> None:
         """Let go of the whole context and conversation; the session may begin anew."""
@@ -441,4 +458,4 @@ class AgentSession(TokenContext):
 
     def _reset(self) -> None:
         self._adopt(self.manager.get_shared_kv_cache(()))
-        self.messages, self._base_tokens, self._role_is_due = [], 0, True
+        self.messages, self._base_tokens, self._role_is_due, self._hops = [], 0, True, 0

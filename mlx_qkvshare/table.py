@@ -121,6 +121,20 @@ class SegmentTable:
                 best = views
         return best
 
+    def standing(
+        self, behind: SegmentView | None, token_ids: tuple[int, ...], checksums: tuple[str, str | None]
+    ) -> SharedSegment | None:
+        """The segment of these tokens and bytes that was computed behind `behind`, if there is one."""
+        slots = self.roots if behind is None else self.records[behind.segment.slot].children
+        start = 0 if behind is None else behind.stop
+        for slot in sorted(slots):
+            segment = self.records[slot].segment
+            if segment is None or (segment.start, segment.checksum, segment.residual_checksum) != (start, *checksums):
+                continue
+            if segment.token_ids == token_ids:
+                return segment
+        return None
+
     def resolve(self, spans: Iterable[tuple[int, int]]) -> tuple[SegmentView, ...]:
         """The chain named by (slot, length) pairs; slots that were compacted meanwhile are followed.
 

@@ -1,0 +1,401 @@
+"""`CardStore`: contexts in a folder, which survive restarts, crashes and each other.
+
+Every segment is one file named by its content, every card a small one that names its segments. Files appear whole under
+their names or not at all. Who writes or reads holds the folder's lock together with others, who removes holds it alone;
+the system lets go of it when a process dies. So nothing goes while somebody is about to name or to read it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+import mlx.core as mx
+
+from .card import Card, CardSegment, are_hidden, check_fit, decode, is_digest, tokens_digest
+from .errors import (
+    CardCorruptError,
+    CardError,
+    CardFormatError,
+    CardNotFoundError,
+    CardWriteError,
+    HandoffError,
+    InvalidValueError,
+)
+from .folders import sync_folder, written_whole
+from .manager import SharedKVCacheManager
+from .package import HandoffPackage, Span
+from .prefix import SharedPrefix
+from .quantize import DIGEST_BYTES
+from .segment import SegmentView
+from .segment_file import SegmentHeader, describe, read_arrays, read_header, verify_arrays, write_segment
+from .segment_layout import Layers, build_layers, check_factors_of, check_layout
+from .table import SharedSlot
+from .versions import versions
+
+_MAX_CARD_BYTES = 1 << 28
+_CARD, _SEGMENT = ".json", ".safetensors"
+
+
+class Packed(Protocol):
+    """A session."""
+
+    def package_state(self) -> HandoffPackage: ...
+
+
+@dataclass(frozen=True)
+class LoadedCard:
+    """A card whose segments stand in a manager, held by `prefix`; `AgentSession.receive_state(package)` goes on from
+    it. In a `with` block they are let go of at its end."""
+
+    card: Card
+    package: HandoffPackage
+    prefix: SharedPrefix
+    linked_tokens: int
+    """Tokens that stood in the manager already."""
+
+    def __enter__(self) -> LoadedCard:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self.prefix.release()
+
+
+class CardStore:
+    """Cards in `folder`, which is made if need be. Any threads and processes may use one folder.
+
+    Raises `CardError` where the folder cannot be used.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]):
+        self.folder = Path(folder)
+        self._cards, self._segments = self.folder / "cards", self.folder / "segments"
+        self._verified: dict[str, tuple[int, int, int]] = {}  # segment -> inode, size and time when it was whole
+        try:
+            for path in (self.folder, self._cards, self._segments):
+                if not path.is_dir():
+                    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for path in (self._cards, self._segments):
+                if path.is_symlink():
+                    raise CardError(f"[CardStore] {path}: expected a folder, got a link")
+                path.chmod(0o700)
+            sync_folder(self.folder)
+        except OSError as error:
+            raise CardError(f"[CardStore] {folder}: expected a folder to write to: {error}") from error
+
+    # --- looking: no model, no manager -------------------------------------------------------------
+
+    def names(self) -> list[str]:
+        """Of all cards that can be read, in order."""
+        found = []
+        with self._locked():
+            for path in self._files(self._cards, _CARD):
+                with contextlib.suppress(CardError):
+                    found.append(self._read_card(path).name)
+        return sorted(found)
+
+    def inspect(self, name: str) -> Card:
+        """What the card says. Raises `CardNotFoundError`, `CardCorruptError` or `CardFormatError`."""
+        with self._locked():
+            return self._card(name)
+
+    def verify(self, name: str) -> Card:
+        """Read every byte of the card and its segments. Raises as `inspect`."""
+        with self._locked():
+            card = self._card(name)
+            for segment in card.segments:
+                with self._opened(segment, card) as (file, header):
+                    verify_arrays(file, header)
+            return card
+
+    def stored_bytes(self, name: str) -> int:
+        """Of the card's file and of those that it names."""
+        with self._locked():
+            card = self._card(name)
+            paths = {self._card_path(name), *(self._segment_path(it.digest) for it in card.segments)}
+            return sum(path.stat().st_size for path in paths)
+
+    # --- out ---------------------------------------------------------------------------------------
+
+    def save(
+        self, manager: SharedKVCacheManager, name: str, source: Packed | HandoffPackage, *, keep_tokens: bool = True
+    ) -> Card:
+        """Keep the context of a session, which is sealed, or of a package under `name`, in place of what was there.
+
+        Without `keep_tokens` neither tokens nor messages are written, but a digest of the tokens: the context can be
+        gone on from, not computed again, and its last token's logits are not to be had without a prompt.
+
+        Raises:
+            CardWriteError: no room, or no right to write; what was under `name` is still there, whole.
+            HandoffError: the package's segments are gone, or another manager's.
+            IntegrityError: a segment's bytes are not those that were sealed.
+        """
+        path = self._card_path(name)
+        package = source if isinstance(source, HandoffPackage) else source.package_state()
+        if package.manager != manager.id:
+            raise HandoffError(f"[save_card] manager: expected {manager.id}, got {package.manager}")
+        prefix = manager.get_shared_kv_cache(package.slots)
+        try:
+            with self._locked():
+                segments: list[CardSegment] = []
+                for view in prefix.views:
+                    parent = segments[-1].digest if segments else None
+                    segments.append(self._write_segment(view, parent, keep_tokens))
+                has_all = all(segment.token_ids is not None for segment in segments)
+                card = Card(
+                    name, package.sender, package.hops, manager.spec, package.quant, tuple(segments),
+                    package.base_tokens if has_all else prefix.num_tokens, package.messages if has_all else (),
+                    package.is_role_due, versions(),
+                )  # fmt: skip
+                with written_whole(path) as partial:
+                    partial.write_bytes(card.encoded())
+                return card
+        except OSError as error:
+            raise CardWriteError(f"[save_card] {name!r}: {error}; what was kept before is whole") from error
+        finally:
+            prefix.release()
+
+    def _write_segment(self, view: SegmentView, parent: str | None, keep_tokens: bool) -> CardSegment:
+        segment = view.segment
+        digest = tokens_digest(segment.token_ids)
+        header, arrays = describe(segment, digest)
+        path = self._segment_path(header.digest)
+        if not self._is_whole(header.digest):
+            with written_whole(path) as partial, open(partial, "wb") as file:
+                write_segment(file, header, arrays)
+                file.flush()
+            self._verified[header.digest] = _identity(path.stat())
+        is_kept = keep_tokens and not are_hidden(segment.token_ids)
+        return CardSegment(
+            header.digest, parent, segment.start, view.length, segment.num_tokens,
+            segment.token_ids if is_kept else None, digest,
+            segment.checksum, segment.residual_checksum, segment.nbytes,
+        )  # fmt: skip
+
+    def _is_whole(self, digest: str) -> bool:
+        """Is this segment stored, as it must be? Its bytes are read once, and again when the file has changed."""
+        try:
+            with self._open(self._segment_path(digest)) as file:
+                identity = _identity(os.fstat(file.fileno()))
+                if self._verified.get(digest) != identity:
+                    verify_arrays(file, read_header(file, digest, identity[1]))
+                    self._verified[digest] = identity
+                return True
+        except (OSError, CardError):
+            return False
+
+    # --- in ----------------------------------------------------------------------------------------
+
+    def load(self, manager: SharedKVCacheManager, name: str) -> LoadedCard:
+        """Bring the card's segments into `manager`, or link those that stand there already.
+
+        Everything is checked before anything is counted, and after a failure all is as it was.
+
+        Raises:
+            CardNotFoundError, CardCorruptError, CardFormatError: see `inspect`.
+            FingerprintMismatchError: the card was made for another model, layout, quantization or key factors.
+            ContextLimitError: it is longer than the model's context.
+            BudgetExceededError: its bytes do not fit; nothing was loaded.
+        """
+        with self._locked():
+            card = self._card(name)
+            check_fit(card, manager.spec, manager.quant)
+            headers = []
+            for segment in card.segments:
+                with self._opened(segment, card) as (_, header):
+                    check_factors_of(header, manager.key_factors)
+                    headers.append(header)
+            prefix = manager.standing(
+                (it.known_ids, it.length, it.checksum, it.residual_checksum) for it in card.segments
+            )
+            slots: list[SharedSlot] = []
+            try:
+                linked = prefix.num_tokens
+                missing = card.segments[len(prefix.views) :]
+                if sum(segment.nbytes for segment in missing) > manager.stats().free_bytes:
+                    manager.require_room(sum(segment.nbytes for segment in missing))
+                    for segment in missing:  # others will have to go: not for bytes that are damaged
+                        with self._opened(segment, card) as (file, header):
+                            verify_arrays(file, header)
+                slots = manager.reserve_slots([(segment.num_tokens, segment.nbytes) for segment in missing])
+                mx.clear_cache()  # its buffers may be too large
+                layers = [self._read_layers(segment, card, manager) for segment in missing]
+                contents = [
+                    (it.known_ids, it.length, its_layers, it.checksum, it.residual_checksum)
+                    for it, its_layers in zip(missing, layers, strict=True)
+                ]
+                manager.link(prefix, slots, contents)
+            except BaseException:
+                for slot in slots:
+                    manager.free_slot(slot)
+                prefix.release()
+                raise
+        return LoadedCard(card, _package_of(card, manager, prefix), prefix, linked)
+
+    def _read_layers(self, segment: CardSegment, card: Card, manager: SharedKVCacheManager) -> Layers:
+        with self._opened(segment, card) as (file, header):
+            return build_layers(header, read_arrays(file, header), manager.spec, manager.key_factors)
+
+    @contextlib.contextmanager
+    def _opened(self, segment: CardSegment, card: Card) -> Iterator[tuple[BinaryIO, SegmentHeader]]:
+        """A segment's file behind its header, which is what the card says."""
+        try:
+            with self._open(self._segment_path(segment.digest)) as file:
+                header = read_header(file, segment.digest, os.fstat(file.fileno()).st_size)
+                for field, found, expected in (
+                    ("fingerprint", header.fingerprint, card.spec.fingerprint.digest),
+                    ("quant", header.quant, card.quant),
+                    *((it, getattr(header, it), getattr(segment, it)) for it in _SHARED_FIELDS),
+                ):
+                    if found != expected:
+                        raise CardCorruptError(
+                            f"[segment {segment.digest}] {field}: expected {expected} as the card says, got {found}"
+                        )
+                check_layout(header, card.spec)
+                yield file, header
+        except OSError as error:
+            raise CardCorruptError(f"[segment {segment.digest}] expected a file to read: {error}") from error
+
+    def _card(self, name: str) -> Card:
+        path = self._card_path(name)
+        try:
+            card = self._read_card(path)
+        except FileNotFoundError as error:
+            raise CardNotFoundError(f"[CardStore] expected a card named {name!r}, got none") from error
+        if card.name != name:
+            raise CardCorruptError(f"[card {path.stem}] name: expected {name!r}, got {card.name!r}")
+        return card
+
+    def _read_card(self, path: Path) -> Card:
+        try:
+            with self._open(path) as file:
+                raw = file.read(_MAX_CARD_BYTES + 1)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise CardCorruptError(f"[card {path.stem}] expected a file to read: {error}") from error
+        if len(raw) > _MAX_CARD_BYTES:
+            raise CardFormatError(f"[card {path.stem}] size: expected up to {_MAX_CARD_BYTES} bytes, got more")
+        return decode(raw, path.stem)
+
+    # --- away --------------------------------------------------------------------------------------
+
+    def rm(self, name: str) -> None:
+        """Forget the card, even a damaged one. Its segments stay until `gc`. Raises `CardNotFoundError`."""
+        try:
+            with self._locked():
+                self._card_path(name).unlink()
+                sync_folder(self._cards)
+        except FileNotFoundError as error:
+            raise CardNotFoundError(f"[CardStore] expected a card named {name!r}, got none") from error
+        except OSError as error:
+            raise CardWriteError(f"[CardStore] {name!r}: {error}") from error
+
+    def gc(self) -> int:
+        """Remove the segments that no card names, and what crashes left; the bytes freed. It waits for who is writing
+        or reading now.
+
+        Raises `CardError` where a card cannot be read: what it names is unknown. `rm` or a newer version helps.
+        """
+        with self._locked(alone=True):
+            freed = self._sweep()
+            named = {
+                segment.digest for path in self._files(self._cards, _CARD) for segment in self._read_card(path).segments
+            }
+            return freed + sum(
+                _removed(path) for path in self._files(self._segments, _SEGMENT) if path.stem not in named
+            )
+
+    def sweep(self) -> int:
+        """Remove what crashes left half-written; the bytes freed. It waits for who is writing or reading now."""
+        with self._locked(alone=True):
+            return self._sweep()
+
+    def _sweep(self) -> int:
+        partial = [
+            path
+            for folder, suffix in ((self._cards, _CARD), (self._segments, _SEGMENT))
+            for path in folder.glob(f".*{suffix}")
+            if is_digest(path.name[1:].split(".")[0])
+        ]
+        return sum(_removed(path) for path in partial)
+
+    # --- files -------------------------------------------------------------------------------------
+
+    def _card_path(self, name: str) -> Path:
+        """By a digest: names differ in ways that file systems do not keep apart, and are no paths."""
+        if not isinstance(name, str):
+            raise InvalidValueError(f"[CardStore] name: expected a str, got {name!r}")
+        digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES).hexdigest()
+        return self._cards / f"{digest}{_CARD}"
+
+    def _segment_path(self, digest: str) -> Path:
+        assert is_digest(digest), digest
+        return self._segments / f"{digest}{_SEGMENT}"
+
+    def _files(self, folder: Path, suffix: str) -> list[Path]:
+        """Ours, that is those that are named by a digest."""
+        return sorted(path for path in folder.iterdir() if path.suffix == suffix and is_digest(path.stem))
+
+    @contextlib.contextmanager
+    def _open(self, path: Path) -> Iterator[BinaryIO]:
+        """A plain file, not a link or a pipe, to read."""
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(handle, "rb") as file:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise CardCorruptError(f"[CardStore] {path.name}: expected a plain file, got another kind")
+            yield file
+
+    @contextlib.contextmanager
+    def _locked(self, *, alone: bool = False) -> Iterator[None]:
+        try:
+            handle = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise CardError(f"[CardStore] {self.folder}: expected a folder to lock: {error}") from error
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+            yield
+        finally:
+            os.close(handle)  # which also lets go of the lock
+
+
+_SHARED_FIELDS = ("start", "num_tokens", "tokens_digest", "checksum", "residual_checksum", "nbytes")
+
+
+def _identity(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _removed(path: Path) -> int:
+    try:
+        size = path.lstat().st_size
+        path.unlink()
+    except FileNotFoundError:
+        return 0
+    except OSError as error:
+        raise CardWriteError(f"[CardStore] {path.name}: {error}") from error
+    return size
+
+
+def _package_of(card: Card, manager: SharedKVCacheManager, prefix: SharedPrefix) -> HandoffPackage:
+    return HandoffPackage(
+        manager=manager.id,
+        sender=card.agent,
+        sender_id=secrets.token_hex(8),
+        sequence=1,
+        fingerprint=manager.spec.fingerprint,
+        quant=card.quant,
+        spans=tuple(Span.of(view) for view in prefix.views),
+        base_tokens=card.base_tokens,
+        messages=card.messages,
+        hops=card.hops,
+        is_role_due=card.is_role_due,
+    )
