@@ -20,8 +20,8 @@ from mlx_qkvshare.bench_stock import StockCache
 from mlx_qkvshare.fidelity import Candidate, Reference
 from mlx_qkvshare.measure import buffer_address, live_bytes, sample_tokens
 from mlx_qkvshare.passages import passage, text_of
+from mlx_qkvshare.spec import PRESETS
 
-SAFE = QuantSpec.preset("safe")
 pytestmark = pytest.mark.slow
 
 
@@ -105,12 +105,14 @@ def test_sixteen_bits_equal_mlx_lm(lm: LoadedModel) -> None:
     assert second.generate_token() == mx.argmax(stock).item()
 
 
-def test_eight_bits_stay_within_a_mean_kl_of_1e_4(lm: LoadedModel) -> None:
+def test_presets_stay_within_a_stated_kl(lm: LoadedModel) -> None:
     text = passage(lm.tokenizer, "reference", text_of("reference"), prefix_tokens=1024, scored_tokens=512)
     reference = Reference(lm, text)
-    kl = [reference.scores(Candidate("", quant)).kl.mean() for quant in (QuantSpec(), SAFE, QuantSpec(4, 4))]
-    assert kl[0] <= 1e-4 and kl[1] <= 2e-5, kl
-    assert kl[2] > 10 * kl[0], "the measure can tell"
+    settings = {"plain": QuantSpec(), "K4V4": QuantSpec(4, 4)} | PRESETS
+    kl = {name: reference.scores(Candidate(name, quant)).kl.mean() for name, quant in settings.items()}
+    assert kl["plain"] <= 1e-4 and kl["safe"] <= 2e-5 and kl["balanced"] <= 5e-4, kl
+    assert kl["K4V4"] > 10 * kl["plain"], "the measure can tell"
+    assert kl["tight"] < kl["K4V4"] / 2, kl
 
 
 @pytest.mark.parametrize("num_tokens", [512, 1024, 2048])
