@@ -7,14 +7,14 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
 from .attention import QuantizedAttention
 from .calibrate import calibrate
 from .errors import InvalidValueError
-from .fidelity import Candidate, FidelityRow, Reference, Scores, make_row
+from .fidelity import Candidate, FidelityRow, Reference, fidelity
 from .guard import attention_error, channel_outlier
 from .layer_cache import LayerCache
 from .manager import SharedKVCacheManager
@@ -84,24 +84,17 @@ def examine(
     note("key factors")
     factors = calibrate(lm, calibration)
     candidates = _candidates(factors)
-    found: list[dict[str, Scores | None]] = [{} for _ in candidates]
-    hits: list[Any] = []
-    layers: tuple[LayerReport, ...] = ()
-    passages = _passages(lm) if passages is None else passages
-    for it in passages:
-        note(f"{it.name}: full precision")
-        reference = Reference(lm, it)
-        hits += reference.exact().hits.tolist()
-        layers = layers or tuple(_layer_reports(lm.spec, reference))
-        for candidate, scores in zip(candidates, found, strict=True):
-            note(f"{it.name}: {candidate.name}")
-            scores[it.name] = reference.scores(candidate)
-            mx.clear_cache()
-    num_tokens = max(len(it.prefix) for it in passages)
-    rows = [make_row(c, lm.spec, num_tokens, scores) for c, scores in zip(candidates, found, strict=True)]
+    hits: list[bool] = []
+    layers: list[LayerReport] = []
+
+    def watch(reference: Reference) -> None:
+        hits.extend(reference.exact().hits.tolist())
+        layers[:] = layers or _layer_reports(lm.spec, reference)
+
+    rows = fidelity(lm, candidates, _passages(lm) if passages is None else passages, note=note, watch=watch)
     recall = statistics.fmean(hits) if hits else None
     settings = tuple((c.quant, c.key_factors is not None) for c in candidates)
-    return Examination(settings, tuple(rows), layers, recall, judge(candidates, rows, recall, factors))
+    return Examination(settings, tuple(rows), tuple(layers), recall, judge(candidates, rows, recall, factors))
 
 
 def _passages(lm: LoadedModel) -> list[Passage]:

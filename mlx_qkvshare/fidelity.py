@@ -203,14 +203,15 @@ def fidelity(
     *,
     dtype: str | None = None,
     note: Note = lambda text: None,
+    watch: Callable[[Reference], None] = lambda reference: None,
 ) -> list[FidelityRow]:
-    """A row for every candidate, over all `passages`; each is prefilled once in full precision, and packed anew for
-    every candidate. `dtype` as in `Reference`.
+    """A row for every candidate, over all `passages`; each is prefilled once in full precision, shown to `watch`, and
+    packed anew for every candidate. `dtype` as in `Reference`.
     """
     found: list[dict[str, Scores | None]] = [{} for _ in candidates]
     for passage in passages:
         note(f"{passage.name}: full precision")
-        reference = Reference(lm, passage, dtype=dtype)
+        watch(reference := Reference(lm, passage, dtype=dtype))
         for candidate, scores in zip(candidates, found, strict=True):
             note(f"{passage.name}: {candidate.name}")
             scores[passage.name] = reference.scores(candidate)
