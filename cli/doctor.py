@@ -10,7 +10,17 @@ from typing import Annotated
 import mlx.core as mx
 import typer
 
-from ..doctor import GOOD_KL, UNSAFE_KL, UNSAFE_RECALL_LOSS, Examination, LayerReport, examine, kernel_difference
+from ..doctor import (
+    GOOD_KL,
+    GOOD_RECALL_LOSS,
+    UNSAFE_KL,
+    UNSAFE_RECALL_LOSS,
+    Examination,
+    LayerReport,
+    examine,
+    harm,
+    kernel_difference,
+)
 from ..errors import KernelBuildError
 from ..fidelity import FidelityRow
 from ..measure import machine, report, versions
@@ -118,10 +128,11 @@ def _conclusions(found: Examination) -> list[str]:
     if found.recall is not None:
         lines.append(f"In full precision it recalls {found.recall:.1%} of the copied tokens.")
     name = verdict.preset
-    best = next((row for row in found.rows if row.config == name), None)
+    pairs = zip(found.rows, found.settings, strict=True)
+    best = next((row for row, setting in pairs if _mark(found, *setting)), None)
     if best is None:
         lines.append("verdict: full, since every preset damages this model: nothing is quantized")
-    elif best.kl_mean is not None and best.kl_mean > GOOD_KL and name not in verdict.calibrated:
+    elif harm(best, found.recall, GOOD_KL, GOOD_RECALL_LOSS):
         lines.append(f"verdict: {name}, the least harmful preset; none stays below a mean KL of {GOOD_KL:g}")
     else:
         lines.append(f"verdict: {name}, the smallest preset that nobody will notice (mean KL below {GOOD_KL:g})")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import hashlib
 import itertools
 import json
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from typing import Any
 
 from .chat import Message
 from .errors import CardCorruptError, CardFormatError, ContextLimitError, FingerprintMismatchError, InvalidValueError
+from .fingerprint import digest_bytes, digest_text
 from .quantize import DIGEST_BYTES
 from .spec import CacheSpec, Fingerprint, LayerSpec, QuantSpec, StateSpec
 
@@ -94,7 +94,7 @@ def _dump(plain: Any) -> bytes:
 
 
 def _digest(plain: Any) -> str:
-    return hashlib.blake2b(_dump(plain), digest_size=DIGEST_BYTES).hexdigest()
+    return digest_bytes(_dump(plain))
 
 
 def decode(raw: bytes, where: str) -> Card:
@@ -249,7 +249,7 @@ def _spec_difference(ours: CacheSpec, theirs: CacheSpec) -> tuple[str, object, o
 def tokens_digest(token_ids: Sequence[int]) -> str:
     if are_hidden(token_ids) and tuple(token_ids) == hidden_ids(digest := _digest_in(token_ids[0]), len(token_ids)):
         return digest
-    return hashlib.blake2b(",".join(map(str, token_ids)).encode(), digest_size=DIGEST_BYTES).hexdigest()
+    return digest_text(",".join(map(str, token_ids)))
 
 
 def hidden_ids(digest: str, num_tokens: int) -> tuple[int, ...]:

@@ -20,11 +20,11 @@ from .layer_cache import LayerCache
 from .manager import SharedKVCacheManager
 from .measure import versions
 from .passages import TEXTS, Passage, copy_passage, passage, text_of
-from .quantize import quantize
+from .quantize import Factors, quantize
 from .routes import Route
 from .segment import KVBlock
 from .spec import PRESETS, CacheSpec, LayerSpec, QuantSpec
-from .verdict import FULL_PRECISION, Factors, Refusal, Verdict
+from .verdict import FULL_PRECISION, Refusal, Verdict
 
 if TYPE_CHECKING:
     from .model import LoadedModel

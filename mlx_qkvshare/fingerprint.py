@@ -19,7 +19,11 @@ _ROPE_WORDS = ("rope", "rotary", "head_dim", "max_position", "layer_types", "sli
 
 
 def digest_text(text: str) -> str:
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES).hexdigest()
+    return digest_bytes(text.encode("utf-8", "surrogatepass"))
+
+
+def digest_bytes(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).hexdigest()
 
 
 def _words(array: mx.array) -> mx.array:

@@ -31,6 +31,7 @@ from .integrity import check_table, require_equal
 from .layer_cache import ChunkLayerCache, LayerCache, WindowLayerCache
 from .packing import NOTHING, GuardReport, Packer, Source
 from .prefix import Holding, SharedPrefix
+from .quantize import Factors
 from .segment import (
     LayerKV,
     LayerState,
@@ -45,7 +46,7 @@ from .segment_layout import settled
 from .spec import CacheSpec, LayerSpec, QuantSpec, StateSpec
 from .state_cache import grouped, state_class
 from .table import Record, SegmentTable, SharedSlot, can_join
-from .verdict import Factors, check_factors, choose
+from .verdict import check_factors, choose
 
 _CACHES = {"full": LayerCache, "window": WindowLayerCache, "chunk": ChunkLayerCache}
 DEFAULT_BUDGET_BYTES = 4 * 2**30

@@ -15,11 +15,10 @@ import mlx.core as mx
 
 from .allocate import BLOCK_TOKENS, DEFAULT_KIND, KINDS, allocate, block_importance
 from .guard import Guard, Looked, Raised, attention_error, channel_outlier, raised_bits
-from .quantize import Basis, quantize
+from .quantize import Basis, Factors, quantize
 from .segment import KVBlock, LayerKV, LayerState, SegmentView
 from .spec import CacheSpec, LayerPlan, QuantSpec, StateSpec, full_precision
 from .state_cache import snapshot
-from .verdict import Factors
 
 Rows = tuple[mx.array, mx.array]
 """Keys and values [1, Hk, T, D] in full precision."""
@@ -96,13 +95,8 @@ class Packer:
         if self.guard is None or not plan.is_packed:
             return blocks
         looked = source.looked.get(index)
-        if looked is None:
-            is_bad, error, outlier = self._stands_out(plan, keys)
-        else:
-            looked = looked.last(_GUARDED_QUERIES)
-            error, outlier = attention_error(looked, keys, values, blocks), None
-            is_bad = not error <= self.guard.max_error  # NaN is bad, too
-        first = error
+        looked = None if looked is None else looked.last(_GUARDED_QUERIES)
+        first = is_bad, error, _ = self._judge(plan, looked, rows, blocks)
         while is_bad:
             raised = self.quant.raised(raised_bits(plan)).resolve_layer(self.spec, index)
             assert raised is not None
@@ -111,20 +105,25 @@ class Packer:
                 blocks, error = [*kept, _keep(*left)], 0.0
                 break
             blocks = [*kept, self._quantize(plan, left, basis)]
-            error = attention_error(looked, keys, values, blocks) if looked else None
-            is_bad = error is not None and not error <= self.guard.max_error
+            is_bad, error, _ = self._judge(plan, looked, rows, blocks)
         report.num_guarded += 1
         report.worst_error = max(report.worst_error, error or 0.0)
         if plan != self.plans[index]:
-            report.raised.append(Raised(source.slot, index, plan.keys.bits, plan.values.bits, first, outlier))
+            report.raised.append(Raised(source.slot, index, plan.keys.bits, plan.values.bits, *first[1:]))
         return blocks
 
-    def _stands_out(self, plan: LayerPlan, keys: mx.array) -> tuple[bool, None, float | None]:
-        """Where no query was seen; a basis of their own has mended what stands out."""
+    def _judge(
+        self, plan: LayerPlan, looked: Looked | None, rows: Rows, blocks: list[KVBlock]
+    ) -> tuple[bool, float | None, float | None]:
+        """Is it bad? By the error of attention, or where no query was seen by how far the loudest channel stands out:
+        at fewer than 8 bits, unless a basis of their own has mended it."""
         assert self.guard is not None
+        if looked is not None:
+            error = attention_error(looked, *rows, blocks)
+            return not error <= self.guard.max_error, error, None  # NaN is bad, too
         if plan.keys.bits >= 8 or (self.quant.is_centred and self.quant.is_rotated):
             return False, None, None
-        outlier = channel_outlier(keys)
+        outlier = channel_outlier(rows[0])
         return not outlier <= self.guard.max_outlier, None, outlier
 
     def _packed(

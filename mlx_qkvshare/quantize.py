@@ -19,6 +19,10 @@ from .spec import TensorPlan
 DIGEST_BYTES = 16
 
 
+Factors = Sequence[mx.array | None]
+"""Of every layer's keys, [1, Hk, 1, D] or None: see `calibrate`."""
+
+
 @dataclass(frozen=True, eq=False)
 class Basis:
     """Rows are packed as rotate((row - centre) * scale), where fewer values stand out, and attended there.

@@ -22,6 +22,7 @@ import mlx.core as mx
 import numpy as np
 
 from .errors import CardCorruptError, CardFormatError, IntegrityError
+from .fingerprint import digest_bytes
 from .quantize import DIGEST_BYTES, QuantizedTensor, buffer_of, checksum
 from .segment import LayerState, SharedSegment
 from .spec import QuantSpec
@@ -103,7 +104,7 @@ class SegmentHeader:
 
     @property
     def digest(self) -> str:
-        return _digest(self.encoded)
+        return digest_bytes(self.encoded)
 
     @property
     def file_bytes(self) -> int:
@@ -112,10 +113,6 @@ class SegmentHeader:
 
 def _dump(plain: Any) -> str:
     return json.dumps(plain, separators=(",", ":"))
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).hexdigest()
 
 
 # --- out ---------------------------------------------------------------------------------------------
@@ -201,7 +198,7 @@ def read_header(file: BinaryIO, digest: str, num_bytes: int) -> SegmentHeader:
     if len(prefix) < 8 or length > min(_MAX_HEADER_BYTES, num_bytes - 8):
         raise CardCorruptError(f"[segment {digest}] header: expected its length and {length} bytes, got {num_bytes}")
     raw = prefix + file.read(length)
-    if (found := _digest(raw)) != digest:
+    if (found := digest_bytes(raw)) != digest:
         raise CardCorruptError(f"[segment {digest}] header: expected the digest that names the file, got {found}")
     header = _parse(raw, digest)
     if header.file_bytes != num_bytes:

@@ -12,13 +12,12 @@ from typing import Any
 import mlx.core as mx
 
 from .errors import CardCorruptError, FingerprintMismatchError
-from .quantize import Basis, QuantizedTensor, checksum
+from .quantize import Basis, Factors, QuantizedTensor, checksum
 from .segment import KVBlock, LayerKV, LayerState
 from .segment_file import DTYPE_NAMES, SegmentHeader, TensorEntry
 from .spec import SUPPORTED_BITS, SUPPORTED_GROUP_SIZES, CacheSpec, LayerSpec, StateSpec, TensorPlan
 
 Layers = tuple[LayerKV | LayerState, ...]
-Factors = Sequence[mx.array | None]
 
 
 def check_layout(header: SegmentHeader, spec: CacheSpec) -> None:

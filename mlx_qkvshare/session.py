@@ -361,17 +361,7 @@ class AgentSession(TokenContext):
         """
         with self._working():
             self._seal()
-            twin = AgentSession(
-                name,
-                self._model,
-                self.manager,
-                role_prompt=self.role_prompt,
-                sampling=self.sampling,
-                sampler=self._sampler,
-                max_context_tokens=self.max_context_tokens,
-                prefill_step_tokens=self._step,
-                attention=self._attention,
-            )
+            twin = self.beside(name, role_prompt=self.role_prompt, sampling=self.sampling, sampler=self._sampler)
             twin._adopt(self._prefix.fork())
             twin.messages, twin._base_tokens = list(self.messages), self._base_tokens
             twin._role_is_due, twin._hops = self._role_is_due, self._hops
@@ -440,15 +430,16 @@ class AgentSession(TokenContext):
             self._role_is_due = package.is_role_due if is_own else True
             self._hops = package.hops + (not is_own)
 
-    def beside(self) -> AgentSession:
+    def beside(self, name: str | None = None, **options: Any) -> AgentSession:
         """A new and empty session of the same model, manager and settings, to compute something in."""
         return AgentSession(
-            self.name,
+            name or self.name,
             self._model,
             self.manager,
             max_context_tokens=self.max_context_tokens,
             prefill_step_tokens=self._step,
             attention=self._attention,
+            **options,
         )
 
     def reset(self) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import os
 import secrets
 import stat
@@ -30,11 +29,11 @@ from .errors import (
     HandoffError,
     InvalidValueError,
 )
+from .fingerprint import digest_text
 from .folders import sync_folder, written_whole
 from .manager import SharedKVCacheManager
 from .package import HandoffPackage, Span
 from .prefix import SharedPrefix
-from .quantize import DIGEST_BYTES
 from .segment import SegmentView
 from .segment_file import SegmentHeader, describe, read_arrays, read_header, verify_arrays, write_segment
 from .segment_layout import Layers, build_layers, check_factors_of, check_layout
@@ -334,8 +333,7 @@ class CardStore:
         """By a digest: names differ in ways that file systems do not keep apart, and are no paths."""
         if not isinstance(name, str):
             raise InvalidValueError(f"[CardStore] name: expected a str, got {name!r}")
-        digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES).hexdigest()
-        return self._cards / f"{digest}{_CARD}"
+        return self._cards / f"{digest_text(name)}{_CARD}"
 
     def _segment_path(self, digest: str) -> Path:
         assert is_digest(digest), digest

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import mlx.core as mx
 from .errors import InvalidValueError, UnsafeQuantError
 from .fingerprint import digest_text
 from .folders import default_cache_dir, written_whole
+from .quantize import Factors
 from .spec import FULL_PRECISION_BITS, PRESETS, CacheSpec, LayerSpec, QuantSpec
 
 DEFAULT_PRESET = "safe"
@@ -21,9 +21,6 @@ FULL_PRECISION = "full"
 """The name in a verdict for "no preset is good enough"."""
 _FORMAT = 1
 _TECHNIQUE = ("sink_tokens", "is_rotated", "is_centred", "is_fitted")
-
-Factors = Sequence[mx.array | None]
-"""Of every layer's keys, [1, Hk, 1, D] or None: see `calibrate`."""
 
 
 @dataclass(frozen=True)
