@@ -14,7 +14,8 @@ from tiny import RECURRENT, SLIDING
 
 from mlx_qkvshare import QuantSpec, SharedKVCacheManager, verdict
 from mlx_qkvshare.calibrate import calibrate
-from mlx_qkvshare.doctor import PLAIN, examine, judge, kernel_difference
+from mlx_qkvshare.cli.doctor import _conclusions as conclusions
+from mlx_qkvshare.doctor import PLAIN, Examination, examine, judge, kernel_difference
 from mlx_qkvshare.errors import InvalidValueError, UnsafeQuantError
 from mlx_qkvshare.fidelity import Candidate, FidelityRow
 from mlx_qkvshare.model import load
@@ -137,6 +138,24 @@ def test_a_refusal_says_why(values, reason):
     found = judged(safe=1e-5, balanced=2e-4, tight=2e-3, plain=values)
     assert [(it.quant, it.reason) for it in found.refusals] == [(K4V4, reason)]
     assert judged(safe=1e-5, balanced=2e-4, tight=2e-3, plain=float("nan")).refusals, "not a number is no pass"
+
+
+@pytest.mark.parametrize(
+    ("kl", "words"),
+    [
+        ((1e-5, 2e-4, 2e-3), "verdict: balanced, the smallest preset that nobody will notice"),
+        ((2e-2, 1e-2, 2e-2), "verdict: balanced, the least harmful preset"),
+        ((1e-1, 2e-1, 2e-1), "verdict: full, since every preset damages this model"),
+    ],
+)
+def test_the_words_are_those_of_the_verdict(kl, words):
+    settings = [*PLAIN, *PRESETS.values()]
+    names = [*map(str, PLAIN), *PRESETS]
+    candidates = [Candidate(name, quant) for name, quant in zip(names, settings, strict=True)]
+    rows = tuple(row(name, value) for name, value in zip(names, [1e-3] * len(PLAIN) + list(kl), strict=True))
+    found = judge(candidates, rows, 0.9, [None])
+    lines = conclusions(Examination(tuple((quant, False) for quant in settings), rows, (), 0.9, found))
+    assert any(line.startswith(words) for line in lines), lines
 
 
 # --- the command ----------------------------------------------------------------------------------
