@@ -6,20 +6,19 @@ import collections
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .card import Card, CardSegment, tokens_digest
+from .card import Card, CardSegment
 from .errors import BudgetExceededError, CardError, FingerprintMismatchError, InvalidValueError, QKVShareError
 from .fingerprint import digest_text
 from .manager import SharedKVCacheManager
 from .policy import Access
 from .prefix import SharedPrefix
 from .segment import SegmentView, readable
-from .segment_file import describe
-from .store import CARD, CardStore, removed
-from .table import Sealed, common_prefix
+from .store import CARD, CardStore, SegmentFile, removed, segment_file, segments_of
+from .table import common_prefix
 from .versions import versions
 
 
@@ -49,7 +48,7 @@ class SpillStore(CardStore):
         self._known: dict[Path, tuple[tuple[int, int], Card]] = {}
         with contextlib.suppress(BlockingIOError), self._locked(alone=True, waits=False):
             self._sweep()
-            self._trim(max_bytes)
+            self._trim()
 
     @property
     def used_bytes(self) -> int:
@@ -64,39 +63,44 @@ class SpillStore(CardStore):
         try:
             if any(self._is_revoked(view.segment) for view in views):
                 return False
-            headers = [describe(view.segment, tokens_digest(view.segment.token_ids))[0] for view in views]
-            name = digest_text(",".join(header.digest for header in headers))
+            files = [segment_file(view.segment) for view in views]
+            segments = segments_of(views, files, keep_tokens=True)
+            name = digest_text(",".join(segment.digest for segment in segments))
+            stop = views[-1].stop
+            card = Card(name, "", 0, manager.spec, manager.quant, segments, stop, versions=versions())
             with self._alone_if_can() as is_alone:
-                if self._is_covered(views):
+                if self._is_covered(card):
                     return True
-                sizes = {header.digest: header.file_bytes for header in headers}
-                card_bytes = 2048 + 16 * sum(view.segment.num_tokens for view in views)
-                needed = card_bytes + sum(sizes[it] for it in sizes if not self._segment_path(it).exists())
-                if needed > self.max_bytes:
+                if len(card.encoded()) + sum(header.file_bytes for header, _ in files) > self.max_bytes:
                     return False
-                if self.used_bytes + needed > self.max_bytes:
-                    if not is_alone:
-                        return False
-                    self._trim(self.max_bytes - card_bytes - sum(sizes.values()))
-                    needed = card_bytes + sum(sizes[it] for it in sizes if not self._segment_path(it).exists())
-                    if self.used_bytes + needed > self.max_bytes:
-                        return False
-                segments = self._write_chain(views, keep_tokens=True)
-                card = Card(name, "", 0, manager.spec, manager.quant, segments, sum(v.length for v in views))
-                self._write_card(dataclasses.replace(card, versions=versions()))
+                if is_alone:
+                    self._trim(lambda: self._missing_bytes(card, files))
+                if self.used_bytes + self._missing_bytes(card, files) > self.max_bytes:
+                    return False
+                self._write_segments(files)
+                self._write_card(card)
                 return True
         except (OSError, QKVShareError):
             return False
 
-    def _is_covered(self, views: Sequence[SegmentView]) -> bool:
+    def _is_covered(self, chain: Card) -> bool:
         """Does a card that is there begin with this chain? It counts as used now."""
         for path, card in self._readable_cards():
-            pairs = list(zip(card.segments, views, strict=False))
-            is_same = all(segment.sealed.is_like(Sealed.of(view.segment)) for segment, view in pairs)
-            if len(pairs) == len(views) and is_same and all(s.length == v.length for s, v in pairs[:-1]):
+            num_lengths = len(chain.segments) - 1  # the last one is there whole, however much of it is read
+            lengths = [[it.length for it in one.segments[:num_lengths]] for one in (card, chain)]
+            digests = [[it.digest for it in one.segments[: len(chain.segments)]] for one in (card, chain)]
+            if lengths[0] == lengths[1] and digests[0] == digests[1]:
+                if not all(self._is_whole(digest) for digest in digests[1]):
+                    return False
                 os.utime(path)
                 return True
         return False
+
+    def _missing_bytes(self, card: Card, files: Iterable[SegmentFile]) -> int:
+        """Of the files that would have to be written."""
+        sizes = {header.digest: header.file_bytes for header, _ in files}
+        missing = sum(sizes[digest] for digest in sizes if not self._segment_path(digest).exists())
+        return missing + len(card.encoded())
 
     @contextlib.contextmanager
     def _alone_if_can(self) -> Iterator[bool]:
@@ -110,18 +114,19 @@ class SpillStore(CardStore):
                 is_alone = False
             yield is_alone
 
-    def _trim(self, max_bytes: int) -> None:
-        """Remove cards, the least recently used first, until `max_bytes` are left; before them, what no card names."""
+    def _trim(self, missing_bytes: Callable[[], int] = lambda: 0) -> None:
+        """Make room for so many bytes: what no card names goes first, then the least recently used cards."""
         cards = sorted(self._readable_cards(), key=lambda it: it[0].stat().st_mtime_ns)
         known = {path for path, _ in cards}
         names = collections.Counter(digest for _, card in cards for digest in card.digests)
         used = self.used_bytes
         for path in self._our_files():
-            is_named = path in known or path.stem in names
-            if not is_named and used > max_bytes:
+            if used + missing_bytes() <= self.max_bytes:
+                return
+            if path not in known and path.stem not in names:
                 used -= removed(path)
         for path, card in cards:
-            if used <= max_bytes:
+            if used + missing_bytes() <= self.max_bytes:
                 return
             used -= removed(path)
             names.subtract(card.digests)

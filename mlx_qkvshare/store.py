@@ -12,7 +12,7 @@ import fcntl
 import os
 import secrets
 import stat
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol
@@ -44,6 +44,9 @@ from .versions import versions
 
 _MAX_CARD_BYTES = 1 << 28
 CARD, _SEGMENT = ".json", ".safetensors"
+
+
+SegmentFile = tuple[SegmentHeader, list[mx.array]]
 
 
 class Packed(Protocol):
@@ -81,10 +84,12 @@ class CardStore:
         self._cards, self._segments, self._revoked = (self.folder / it for it in ("cards", "segments", "revoked"))
         self._verified: dict[str, tuple[int, int, int]] = {}  # segment -> inode, size and time when it was whole
         try:
-            for path in (self.folder, self._cards, self._segments, self._revoked):
+            for path in (self.folder, self._cards, self._segments):
                 if not path.is_dir():
                     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for path in (self._cards, self._segments, self._revoked):
+            if self._revoked.is_symlink():
+                raise CardError(f"[CardStore] {self._revoked}: expected a folder, got a link")
+            for path in (self._cards, self._segments):
                 if path.is_symlink():
                     raise CardError(f"[CardStore] {path}: expected a folder, got a link")
                 path.chmod(0o700)
@@ -149,7 +154,9 @@ class CardStore:
         try:
             with self._locked():
                 self._require_valid(name, *(view.segment for view in prefix.views))
-                segments = self._write_chain(prefix.views, keep_tokens=keep_tokens)
+                files = [segment_file(view.segment) for view in prefix.views]
+                segments = segments_of(prefix.views, files, keep_tokens=keep_tokens)
+                self._write_segments(files)
                 has_all = all(segment.token_ids is not None for segment in segments)
                 card = Card(
                     name, package.sender, package.hops, manager.spec, package.quant, segments,
@@ -163,34 +170,19 @@ class CardStore:
         finally:
             prefix.release()
 
-    def _write_chain(self, views: Sequence[SegmentView], *, keep_tokens: bool) -> tuple[CardSegment, ...]:
-        segments: list[CardSegment] = []
-        for view in views:
-            parent = segments[-1].digest if segments else None
-            segments.append(self._write_segment(view, parent, keep_tokens))
-        return tuple(segments)
-
     def _write_card(self, card: Card) -> None:
         with written_whole(self._card_path(card.name)) as partial:
             partial.write_bytes(card.encoded())
 
-    def _write_segment(self, view: SegmentView, parent: str | None, keep_tokens: bool) -> CardSegment:
-        segment = view.segment
-        digest = tokens_digest(segment.token_ids)
-        header, arrays = describe(segment, digest)
-        path = self._segment_path(header.digest)
-        if not self._is_whole(header.digest):
-            with written_whole(path) as partial, open(partial, "wb") as file:
-                write_segment(file, header, arrays)
-                file.flush()
-            self._verified[header.digest] = _identity(path.stat())
-        is_kept = keep_tokens and not are_hidden(segment.token_ids)
-        return CardSegment(
-            header.digest, parent, segment.start, view.length, segment.num_tokens,
-            segment.token_ids if is_kept else None, digest,
-            segment.checksum, segment.residual_checksum,
-            header.own_domains, header.domains, segment.origins, segment.nbytes,
-        )  # fmt: skip
+    def _write_segments(self, files: Iterable[SegmentFile]) -> None:
+        """Those that are not there yet."""
+        for header, arrays in files:
+            path = self._segment_path(header.digest)
+            if not self._is_whole(header.digest):
+                with written_whole(path) as partial, open(partial, "wb") as file:
+                    write_segment(file, header, arrays)
+                    file.flush()
+                self._verified[header.digest] = _identity(path.stat())
 
     def _is_whole(self, digest: str) -> bool:
         """Is this segment stored, as it must be? Its bytes are read once, and again when the file has changed."""
@@ -316,6 +308,7 @@ class CardStore:
         names, gone, kept, freed = [], set(), set(), 0
         try:
             with self._locked(alone=True):
+                self._revoked.mkdir(mode=0o700, exist_ok=True)
                 for key in keys:
                     os.close(os.open(self._revoked / key, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
                 sync_folder(self._revoked)  # first: after a crash the rest is refused, if it is there
@@ -437,6 +430,27 @@ def removed(path: Path) -> int:
     except OSError as error:
         raise CardWriteError(f"[CardStore] {path.name}: {error}") from error
     return size
+
+
+def segment_file(segment: SharedSegment) -> SegmentFile:
+    return describe(segment, tokens_digest(segment.token_ids))
+
+
+def segments_of(
+    views: Sequence[SegmentView], files: Sequence[SegmentFile], *, keep_tokens: bool
+) -> tuple[CardSegment, ...]:
+    """The segments of a card on `views`, which are in `files`."""
+    chain: list[CardSegment] = []
+    for view, (header, _) in zip(views, files, strict=True):
+        segment = view.segment
+        is_kept = keep_tokens and not are_hidden(segment.token_ids)
+        chain.append(CardSegment(
+            header.digest, chain[-1].digest if chain else None, segment.start, view.length, segment.num_tokens,
+            segment.token_ids if is_kept else None, header.tokens_digest,
+            segment.checksum, segment.residual_checksum,
+            header.own_domains, header.domains, segment.origins, segment.nbytes,
+        ))  # fmt: skip
+    return tuple(chain)
 
 
 def _package_of(card: Card, manager: SharedKVCacheManager, prefix: SharedPrefix) -> HandoffPackage:
