@@ -84,7 +84,7 @@ def test_what_stands_in_memory_is_not_read_again(tmp_path):
 def test_pressure_moves_contexts_out_and_in(tmp_path):
     prompts = [ids(seed, 100) for seed in range(4)]
     spill = SpillStore(tmp_path, LARGE)
-    manager = manager_of(spill, budget_bytes=T.spec.private_bytes(104) + 1000)
+    manager = manager_of(spill, budget_bytes=T.spec.private_bytes(112) + 1000)
     for _ in range(3):
         for prompt in prompts:
             with AgentSession("a", T, manager) as agent:
