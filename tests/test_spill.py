@@ -72,6 +72,25 @@ def test_a_prompt_that_leaves_it_half_way_gets_the_beginning(tmp_path):
     assert other.last_prefill.reused_tokens == 10 and manager.stats().num_returned == 1
 
 
+@pytest.mark.parametrize("kind", [SLIDING, RECURRENT], ids=["sliding", "recurrent"])
+def test_it_comes_back_as_far_as_the_model_can_go_on(tmp_path, kind):
+    model = tiny_loaded(**kind)
+    prompt = ids(1, 60) + ids(2)[:10] + [7]
+    seen = []
+    for spill in (None, SpillStore(tmp_path, LARGE)):
+        manager = manager_of(spill, model)
+        with AgentSession("a", model, manager) as agent:
+            for part in (ids(1, 60), ids(2)):
+                agent.prefill(part)
+                agent.seal()
+        if spill:
+            manager.evict_unreferenced()
+        again = AgentSession("b", model, manager)
+        again.prefill(prompt)
+        seen.append((again.last_prefill, np.array(again.score([5, 6])).tolist()))
+    assert seen[0] == seen[1] and seen[0][0].reused_tokens == 60
+
+
 def test_what_stands_in_memory_is_not_read_again(tmp_path):
     manager, _ = evicted(SpillStore(tmp_path, LARGE), ids(1))
     first, second = (AgentSession(name, T, manager) for name in "bc")
@@ -119,6 +138,26 @@ def test_another_model_or_setting_does_not_get_it(tmp_path):
         agent = AgentSession("b", model, manager)
         agent.prefill(ids(1))
         assert agent.last_prefill.reused_tokens == 0
+
+
+def test_a_longer_one_of_another_model_does_not_hide_ours(tmp_path):
+    spill, other = SpillStore(tmp_path, LARGE), tiny_loaded(seed=1)
+    evicted(spill, ids(1))
+    evicted(spill, ids(1), ids(2), model=other)
+    agent = AgentSession("b", T, manager_of(spill))
+    agent.prefill(ids(1) + ids(2))
+    assert agent.last_prefill.reused_tokens == 24
+
+
+def test_what_was_damaged_since_it_came_back_is_written_again(tmp_path):
+    spill = SpillStore(tmp_path, LARGE)
+    manager, _ = evicted(spill, ids(1))
+    found = manager.match_prefix(ids(1))
+    (path,) = (tmp_path / "segments").iterdir()
+    path.write_bytes(path.read_bytes()[:-1])
+    found.release()
+    manager.evict_unreferenced()
+    assert spill.verify(*spill.names())
 
 
 def test_what_is_damaged_is_dropped_and_computed_again(tmp_path):
@@ -213,10 +252,8 @@ def test_b52_the_folder_never_has_more_than_its_cap_and_the_oldest_go_first(tmp_
     kept = [spill.inspect(name) for name in spill.names()]
     assert all(card.spec == manager.spec for card in kept)  # the other model's were older
     assert sorted(card.token_ids[0] // 1000 for card in kept) == [2, 3, 4, 5, 6]
-    for seed, is_kept in ((1, False), (2, True)):
-        found = manager.match_prefix(range(1000 * seed, 1000 * seed + 200))
-        assert (found.num_tokens == 200) is is_kept
-        found.release()
+    found = [manager.match_prefix(range(1000 * seed, 1000 * seed + 200)) for seed in (1, 2)]
+    assert [prefix.num_tokens for prefix in found] == [0, 200]
     list(chains(manager, [7]))  # the second was used just now, so that the third goes
     assert sorted(spill.inspect(name).token_ids[0] // 1000 for name in spill.names()) == [2, 4, 5, 6, 7]
 
@@ -227,6 +264,29 @@ def test_b52_what_is_larger_than_the_cap_is_refused_before_it_is_written(tmp_pat
     manager.spill = spill
     list(chains(manager, [1]))
     assert (manager.stats().num_spilled, manager.stats().num_evictions, spill.used_bytes) == (0, 1, 0)
+
+
+def test_while_others_read_nothing_is_removed_and_the_cap_holds(tmp_path):
+    size = one_size(tmp_path)
+    spill = SpillStore(tmp_path / "spill", 2 * size)
+    manager = make_manager()
+    manager.spill = spill
+    with spill._locked():
+        list(chains(manager, [1, 2, 3]))
+    assert (manager.stats().num_spilled, manager.stats().num_evictions, spill.used_bytes) == (2, 3, 2 * size)
+
+
+def test_what_makes_room_for_what_comes_back_is_kept_itself(tmp_path):
+    size = one_size(tmp_path)
+    spill = SpillStore(tmp_path / "spill", 2 * size)
+    manager = make_manager()
+    manager.spill = spill
+    list(chains(manager, [1, 2]))
+    manager.budget_bytes -= manager.stats().free_bytes - manager.quant.packed_bytes(manager.spec, 200)
+    manager._free_bytes = manager.budget_bytes
+    store_rows(manager, range(3000, 3200), seed=3).release()
+    assert manager.match_prefix(range(2000, 2200)).num_tokens == 200
+    assert sorted(spill.inspect(name).token_ids[0] // 1000 for name in spill.names()) == [2, 3]
 
 
 def test_a_beginning_that_others_share_stays_while_any_of_them_does(tmp_path):
