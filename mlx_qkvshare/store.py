@@ -20,6 +20,7 @@ from typing import BinaryIO, Protocol
 import mlx.core as mx
 
 from .card import Card, CardSegment, are_hidden, check_fit, decode, is_digest, tokens_digest
+from .digest import digest_text
 from .errors import (
     CardCorruptError,
     CardError,
@@ -29,7 +30,6 @@ from .errors import (
     HandoffError,
     InvalidValueError,
 )
-from .fingerprint import digest_text
 from .folders import sync_folder, written_whole
 from .manager import SharedKVCacheManager
 from .package import HandoffPackage, Span
@@ -170,7 +170,6 @@ class CardStore:
         if not self._is_whole(header.digest):
             with written_whole(path) as partial, open(partial, "wb") as file:
                 write_segment(file, header, arrays)
-                file.flush()
             self._verified[header.digest] = _identity(path.stat())
         is_kept = keep_tokens and not are_hidden(segment.token_ids)
         return CardSegment(
