@@ -53,7 +53,9 @@ FLOORS = {
     "attention": 3,
     "package": 3,
     "context": 3.5,
+    "store_files": 1,
     "store": 3.5,
+    "archive": 3.6,
     "session": 4,
     "batch": 4.5,
     "restore": 4.5,
@@ -72,6 +74,7 @@ FLOORS = {
     "bench_decode": 6.55,
     "bench_attention": 6.55,
     "bench_latency": 6.55,
+    "bench_restore": 6.55,
     "__init__": 6.6,  # the public face
     "cli": 7,
     "benchmarks": 7,
