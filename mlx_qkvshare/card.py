@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 
 from .chat import Message
-from .digest import DIGEST_BYTES, digest_bytes, digest_text
+from .digest import DIGEST_BYTES, digest_bytes, digest_text, is_digest
 from .errors import CardCorruptError, CardFormatError, ContextLimitError, FingerprintMismatchError, InvalidValueError
 from .spec import CacheSpec, Fingerprint, LayerSpec, QuantSpec, StateSpec
 
 FORMAT = 1
+MAX_CARD_BYTES = 1 << 28
 _WIDTHS = {2: "<u2", 4: "<u4", 8: "<i8"}
 
 
@@ -162,10 +163,6 @@ def _count(value: object) -> int:
     if type(value) is not int:
         raise ValueError(f"expected an int, got {value!r}")
     return value
-
-
-def is_digest(text: object) -> bool:
-    return isinstance(text, str) and len(text) == 2 * DIGEST_BYTES and set(text) <= set("0123456789abcdef")
 
 
 def _plain_segment(segment: CardSegment) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import TypeVar
 DIGEST_BYTES = 16
 _MAX_THREADS = 8
 _WORTH_BYTES = 4 << 20  # below, threads take longer to start than to work
+_CHUNK_BYTES = 1 << 18  # what is read is hashed while it is in a core's cache
 Done = TypeVar("Done")
 
 hasher = hashlib.sha256
@@ -38,6 +39,27 @@ def digest_buffers(buffers: Sequence[memoryview]) -> str:
 def digest_buffer(buffer: memoryview) -> bytes:
     """Of one, as `joined` takes it."""
     return hasher(buffer).digest()
+
+
+def digest_region(handle: int, start: int, num_bytes: int, target: memoryview | None = None) -> bytes:
+    """Of a part of a file, which may end sooner, as `joined` takes it; `target`, if there is one, gets the bytes.
+
+    Raises `OSError`.
+    """
+    digest, done = hasher(), 0
+    chunk = memoryview(bytearray(min(num_bytes, _CHUNK_BYTES) if target is None else 0))
+    while done < num_bytes:
+        part = chunk[: num_bytes - done] if target is None else target[done : done + _CHUNK_BYTES]
+        count = os.preadv(handle, [part], start + done)
+        if not count:
+            break
+        digest.update(part[:count])
+        done += count
+    return digest.digest()
+
+
+def is_digest(text: object) -> bool:
+    return isinstance(text, str) and len(text) == 2 * DIGEST_BYTES and set(text) <= set("0123456789abcdef")
 
 
 def joined(digests: Iterable[bytes]) -> str:

@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import mlx.core as mx
 
-from .digest import at_once, digest_buffer, digest_bytes, hasher, joined
+from .digest import at_once, digest_buffer, digest_bytes, digest_region, joined
 from .errors import CardCorruptError, CardFormatError, IntegrityError
 from .quantize import QuantizedTensor, buffer_of, checksum
 from .segment import LayerState, SharedSegment
@@ -29,7 +28,6 @@ from .spec import QuantSpec
 
 FORMAT = 1
 _MAX_HEADER_BYTES = 100_000_000  # as safetensors itself has it
-_CHUNK_BYTES = 1 << 18  # what is read is hashed while it is in a core's cache
 _DTYPES: dict[str, mx.Dtype] = {
     "BOOL": mx.bool_,
     "U8": mx.uint8,
@@ -245,22 +243,8 @@ def verify_arrays(file: BinaryIO, header: SegmentHeader) -> None:
 def _read(file: BinaryIO, header: SegmentHeader, targets: Sequence[memoryview | None]) -> None:
     tasks, start = [], len(header.encoded)
     for entry, target in zip(header.entries, targets, strict=True):
-        tasks.append(partial(_read_one, file.fileno(), start, entry.nbytes, target))
+        tasks.append(partial(digest_region, file.fileno(), start, entry.nbytes, target))
         start += entry.nbytes
     for expected, found in _checksums(header, at_once(tasks, header.nbytes)):
         if found != expected:
             raise CardCorruptError(f"[segment {header.digest}] checksum: expected {expected}, got {found}")
-
-
-def _read_one(handle: int, start: int, num_bytes: int, target: memoryview | None) -> bytes:
-    """The digest of some bytes of a file, of which there may be fewer; they are put into `target`, if there is one."""
-    digest, done = hasher(), 0
-    chunk = memoryview(bytearray(min(num_bytes, _CHUNK_BYTES) if target is None else 0))
-    while done < num_bytes:
-        part = chunk[: num_bytes - done] if target is None else target[done : done + _CHUNK_BYTES]
-        count = os.preadv(handle, [part], start + done)
-        if not count:
-            break
-        digest.update(part[:count])
-        done += count
-    return digest.digest()
