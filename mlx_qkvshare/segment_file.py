@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -162,11 +163,14 @@ def _plain_tensor(tensor: QuantizedTensor, centres: dict[int, int]) -> list[Any]
 
 
 def write_segment(file: BinaryIO, header: SegmentHeader, arrays: Sequence[mx.array]) -> None:
-    """Raises `OSError`, and `IntegrityError` where the arrays are not what was sealed."""
+    """All of it is on the disk at the end. Raises `OSError`, and `IntegrityError` where the arrays are not what was
+    sealed."""
     buffers = [buffer_of(array) for array in arrays]
 
     def write() -> bytes:
         file.writelines((header.encoded, *buffers))
+        file.flush()
+        os.fsync(file.fileno())  # the disk works while the rest is hashed
         return b""
 
     tasks: list[Callable[[], bytes]] = [write, *(partial(digest_buffer, buffer) for buffer in buffers)]
