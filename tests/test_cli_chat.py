@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import pty
 import re
-import select
 import signal
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cli_run import force_replies, run, save_tiny, start
+from cli_run import force_replies, run, save_tiny
 from tiny import tiny_tokenizer
 
 from mlx_qkvshare.cli import conversation
@@ -44,9 +39,9 @@ def test_agents_take_turns_on_the_same_segments(monkeypatch: pytest.MonkeyPatch,
         "writer: a text",
         "planner: a better plan",
     ]
-    assert "agents: planner, writer; speaking: writer" in result.out
+    assert "* writer" in result.out and "speaking: writer" in result.out
     assert len(re.findall(r"goes on: \d+ tokens by reference, 0 bytes copied", result.err)) == 2
-    assert "(planner is speaking already)" in result.err
+    assert "(planner is speaking)" in result.err
     assert re.search(r"^handoffs +2$", result.out, re.MULTILINE)
     assert re.search(r"^bytes copied by handoffs +0$", result.out, re.MULTILINE)
     assert all(session.manager.stats().num_holders == 0 for session in sessions)  # the end gave all back
@@ -169,84 +164,3 @@ def test_b65_ctrl_c_during_prefill_takes_the_message_back(monkeypatch: pytest.Mo
     result = run(monkeypatch, "chat", "--model", tiny, "--agent", "solo", stdin="lost\nhi\n")
     assert (result.code, result.out) == (0, "solo: ok\n")
     assert "(stopped; the message was taken back)" in result.err
-
-
-class Screen:
-    """A process on a pseudo-terminal."""
-
-    def __init__(self, *arguments: object):
-        self._fd, child = pty.openpty()
-        os.environ.setdefault("TERM", "xterm")
-        self.process = start(*arguments, stdin=child, stdout=child, stderr=child)
-        os.close(child)
-        self.text = ""
-
-    def wait_for(self, words: str, seconds: float = 30) -> None:
-        self._read(seconds, lambda: words in self.text)
-        assert words in self.text, self.text
-        self.text = self.text.partition(words)[2]
-
-    def type(self, text: str) -> None:
-        os.write(self._fd, text.encode())
-
-    def end(self, seconds: float = 20) -> int:
-        self._read(seconds, lambda: False)
-        return self.process.wait(timeout=seconds)
-
-    def _read(self, seconds: float, is_done) -> None:
-        deadline = time.monotonic() + seconds
-        while not is_done() and time.monotonic() < deadline:
-            if select.select([self._fd], [], [], 0.1)[0]:
-                try:
-                    data = os.read(self._fd, 65536)
-                except OSError:  # Linux says so when the other side is closed
-                    return
-                if not data:
-                    return
-                self.text += data.decode(errors="replace")
-
-    def close(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self.process.kill()
-        self.process.wait()
-        os.close(self._fd)
-
-
-@contextlib.contextmanager
-def on_screen(*arguments: object) -> Iterator[Screen]:
-    with contextlib.closing(Screen(*arguments)) as screen:
-        yield screen
-
-
-def test_b65_on_a_terminal(tmp_path: Path) -> None:
-    """Ctrl-C in mid-reply stops the turn, the chat goes on, Ctrl-D ends it; SIGTERM ends it at once."""
-    model = save_tiny(tmp_path / "long", max_position=100_000)
-    options = ["chat", "--model", model, "--agent", "solo", "--max-tokens", 90_000]  # greedy: no end in sight
-    with on_screen(*options) as screen:
-        screen.wait_for("solo> ")
-        screen.type("hi\n")
-        screen.wait_for("solo:")
-        time.sleep(0.3)
-        screen.type("\x03")
-        screen.wait_for("(stopped; what was shown is kept)")
-        screen.wait_for("solo> ")
-        screen.type("/stats\n")
-        screen.wait_for("segments")
-        screen.wait_for("solo> ")
-        screen.type("\x04")
-        assert screen.end() == 0 and "Traceback" not in screen.text
-    with on_screen(*options) as screen:
-        screen.wait_for("solo> ")
-        screen.type("hi\n")
-        screen.wait_for("solo:")
-        screen.process.terminate()
-        assert screen.end(5) == -signal.SIGTERM
-
-
-def test_b65_ctrl_c_at_the_prompt_ends_quietly(tiny: Path) -> None:
-    with on_screen("chat", "--model", tiny, "--agent", "solo") as screen:
-        screen.wait_for("solo> ")
-        time.sleep(0.2)
-        screen.type("\x03")
-        assert screen.end() == 0
-        assert "Traceback" not in screen.text
