@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .. import LoadedModel, QKVShareError, SharedKVCacheManager
+from .. import CardStore, LoadedModel, QKVShareError, SharedKVCacheManager
 from ..folders import default_cache_dir
 from ..model import DEFAULT_MODEL
 from ..spec import PRESETS
@@ -129,6 +129,8 @@ def chat(
         store=store or folder / "cards",
     )
     quant, budget_bytes = options.quant_spec(bits, k_bits, v_bits, group_size, preset), options.parse_bytes(budget)
+    if save_as is not None or resume is not None:
+        CardStore(settings.store)  # a folder that cannot be used is told before anything is said
     loaded = options.load_model(model, cache_dir, terminal)
     manager = SharedKVCacheManager(loaded.spec, quant, budget_bytes=budget_bytes, allow_unsafe=unsafe)
     conversation = Conversation(members, loaded, manager, settings, terminal, is_parallel=parallel)

@@ -62,7 +62,7 @@ def show_status(conversation: Conversation, turns: list[Turn]) -> None:
     limit = conversation.limit(turns[0].agent) if turns else 0
     if note := ending(turns, limit):
         conversation.terminal.note(note)
-    if any(turn.num_tokens for turn in turns):
+    if any(turn.num_tokens and turn.error is None for turn in turns):
         conversation.terminal.note(status(turns, conversation.usage()))
 
 

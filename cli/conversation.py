@@ -36,14 +36,15 @@ _MOST_CHARACTERS_PER_TOKEN = 64  # of any text worth reading
 class ChatSettings:
     """What the command was asked for, which wins over what a team says: `sampling` by the names of `Sampling`.
 
-    `max_context` and `max_tokens`: None for what team and model allow. `store` is the folder for `/save` and `/load`; `start_over` says what to do when the context is full.
+    `max_context` and `max_tokens`: None for what team and model allow. `store` is the folder for `/save` and `/load`;
+    `start_over` says what to do when the context is full.
     """
 
     sampling: Mapping[str, Any]
+    store: Path
     system: str | None = None
     max_context: int | None = None
     max_tokens: int | None = None
-    store: Path | None = None
     start_over: str = "/new starts over"
 
 
@@ -241,12 +242,12 @@ class Conversation:
     def save(self, name: str) -> Card:
         """Keep the conversation under `name`. The first Ctrl-C waits until the card is whole."""
         with Interrupts():
-            return self.manager.save_card(self._store(), name, self.current)
+            return self.manager.save_card(CardStore(self.settings.store), name, self.current)
 
     def load(self, name: str) -> Restored:
         """Go on with a kept conversation, in place of the present one; as the agent who spoke, if it is in the team."""
         progress = ProgressLine(self.terminal)
-        store = self._store()
+        store = CardStore(self.settings.store)
         author = store.inspect(name).agent
         receiver = self.current if self.is_for_all else self.sessions.get(author, self.current)
         with Interrupts() as interrupts:
@@ -264,11 +265,6 @@ class Conversation:
                 self.current = receiver
         self._lengths = {receiver.name: receiver.num_tokens} if receiver is not self._floor else {}
         return restored
-
-    def _store(self) -> CardStore:
-        if self.settings.store is None:
-            raise InvalidValueError("expected a folder for conversations; --store FOLDER names one")
-        return CardStore(self.settings.store)
 
     # --- figures -----------------------------------------------------------------------------------
 

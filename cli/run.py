@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .. import QKVShareError, SharedKVCacheManager
+from .. import CardStore, QKVShareError, SharedKVCacheManager
 from ..errors import BudgetExceededError, ContextLimitError, InvalidValueError
 from ..folders import default_cache_dir
 from ..model import DEFAULT_MODEL
@@ -78,6 +78,14 @@ class Run:
                 self.error = str(turn.error)
                 is_input = isinstance(turn.error, ContextLimitError | BudgetExceededError) and len(self.turns) == 1
                 return WRONG_INPUT if is_input else FAILED
+        return DONE
+
+    def save(self, name: str) -> int:
+        """Keep the conversation."""
+        try:
+            save(self.conversation, name)
+        except QKVShareError as error:
+            return self._fail(error, FAILED)
         return DONE
 
     def _fail(self, error: QKVShareError, code: int) -> int:
@@ -166,6 +174,8 @@ def run(
     what, documents = _inputs(task, file or [])
     if as_json:
         terminal.silence()
+    if save_as is not None:
+        CardStore(settings.store)  # a folder that cannot be used is told before any work
     loaded = options.load_model(model, cache_dir, terminal)
     manager = SharedKVCacheManager(loaded.spec, quant, budget_bytes=budget_bytes, allow_unsafe=unsafe)
     conversation = Conversation(members, loaded, manager, settings, terminal)
@@ -174,10 +184,8 @@ def run(
         try:
             code = work.read(documents) or work.work(what, rounds)
         finally:
-            try:
-                if save_as is not None:
-                    save(conversation, save_as)
-            finally:
-                if as_json:
-                    print(json.dumps(work.report(model or DEFAULT_MODEL, what, code)), file=sys.stdout)
+            if save_as is not None:
+                code = work.save(save_as) or code
+            if as_json:
+                print(json.dumps(work.report(model or DEFAULT_MODEL, what, code)), file=sys.stdout)
     raise typer.Exit(code)

@@ -154,7 +154,7 @@ def _in_order(team: Team, where: str) -> tuple[AgentSpec, ...]:
     while agent.hands_to is not None:
         place = f"[team {where}] agent {agent.name!r}, hands_to: expected"
         if agent.hands_to not in by_name or agent.hands_to == agent.name:
-            others = ", ".join(repr(name) for name in by_name if name != agent.name)
+            others = ", ".join(repr(name) for name in by_name if name != agent.name) or "there is none"
             raise InvalidValueError(f"{place} another agent ({others}), got {agent.hands_to!r}")
         agent = by_name[agent.hands_to]
         if agent is order[0]:
@@ -177,7 +177,8 @@ class _Keys:
             raise self.error("", "a table", table)
 
     def error(self, key: str, expected: str, got: Any) -> InvalidValueError:
-        return InvalidValueError(f"[team {self._where}] {self.place}{key}: expected {expected}, got {got!r}")
+        place = f"{self.place}{key}".rstrip(", ")
+        return InvalidValueError(f"[team {self._where}] {place}: expected {expected}, got {got!r}")
 
     def _get(self, key: str, kinds: type | tuple[type, ...], expected: str) -> Any:
         self._known.append(key)
