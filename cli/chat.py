@@ -72,6 +72,8 @@ def talk(conversation: Conversation, reader: LineReader) -> None:
                 _do(conversation, line)
             except EndOfChat:
                 return
+            except KeyboardInterrupt:  # Ctrl-C twice, at work that ends all or nothing
+                terminal.note("(stopped)")
             except (QKVShareError, OSError) as error:
                 if isinstance(error, BrokenPipeError):
                     raise

@@ -186,10 +186,14 @@ def _save(conversation: Conversation, name: str) -> None:
 
 def save(conversation: Conversation, name: str) -> None:
     """Keep the conversation under `name` and say so."""
-    if not conversation.current.num_tokens:
+    if all(message.role == "system" for message in conversation.current.messages):
         conversation.terminal.note("(nothing was said: nothing is saved)")
         return
-    card = conversation.save(name)
+    try:
+        card = conversation.save(name)
+    except KeyboardInterrupt:
+        conversation.terminal.note("(stopped; what was kept before is whole)")
+        return
     conversation.terminal.note(f"(saved {name!r}: {card.num_tokens} tokens)")
 
 

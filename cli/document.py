@@ -12,6 +12,7 @@ from .lines import clean
 from .terminal import one_line
 
 _MOST_BYTES = 64 << 20
+_STDIN = "from stdin"
 
 
 class Document(NamedTuple):
@@ -20,6 +21,10 @@ class Document(NamedTuple):
     name: str
     text: str
     num_replaced: int
+
+    @property
+    def whence(self) -> str:
+        return self.name if self.name == _STDIN else f"in {self.name}"
 
     @property
     def message(self) -> str:
@@ -58,7 +63,7 @@ def read_pipe() -> Document | None:
     """What stdin holds, if it is no terminal and not empty."""
     if sys.stdin is None or sys.stdin.isatty():
         return None
-    document = _document("from stdin", sys.stdin.buffer.read(_MOST_BYTES + 1))
+    document = _document(_STDIN, sys.stdin.buffer.read(_MOST_BYTES + 1))
     return document if document.text.strip() else None
 
 
@@ -68,6 +73,6 @@ def _document(name: str, raw: bytes) -> Document:
     if b"\0" in raw:
         raise InvalidValueError(f"[file {name}] expected text, got bytes of another kind (a PDF, an image, a program?)")
     text, count = clean(raw.decode("utf-8", "surrogateescape").removeprefix("\ufeff"))
-    if count > len(text) // 10:
+    if count > len(text) // 3:
         raise InvalidValueError(f"[file {name}] expected UTF-8 text, got {count} bytes that are none")
     return Document(name, text.replace("\r\n", "\n"), count)

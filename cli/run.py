@@ -51,8 +51,7 @@ class Run:
         """Put the documents in front of the task."""
         terminal = self.conversation.terminal
         for document in documents:
-            if document.num_replaced:
-                terminal.note(f"({document.num_replaced} unreadable bytes in {document.name} became U+FFFD)")
+            _note_replaced(document, terminal)
             try:
                 computed, _ = self.conversation.add(document)
             except (ContextLimitError, BudgetExceededError) as error:
@@ -114,15 +113,21 @@ def _plain_turn(turn: Turn) -> dict[str, Any]:
     return {"tokens" if key == "num_tokens" else key: value for key, value in plain.items()}
 
 
-def _inputs(task: str | None, files: list[Path]) -> tuple[str, list[Document]]:
+def _note_replaced(document: Document, terminal: Terminal) -> None:
+    if document.num_replaced:
+        terminal.note(f"({document.num_replaced} unreadable bytes {document.whence} became U+FFFD)")
+
+
+def _inputs(task: str | None, files: list[Path], terminal: Terminal) -> tuple[str, list[Document]]:
     """The task and the documents. What comes through a pipe is a document, or the task where there is none."""
     documents = [read_document(path) for path in files]
     piped = read_pipe()
     if piped is not None and task is not None:
         documents.append(piped)
-    if task is None:
-        task = "" if piped is None else piped.text
-    task = clean(task)[0].strip()
+    elif piped is not None:
+        task = piped.text
+        _note_replaced(piped, terminal)
+    task = clean(task or "")[0].strip()
     if not task:
         raise InvalidValueError('expected a task, as in: qkvshare run "Sum it up" --file notes.txt')
     return task, documents
@@ -171,7 +176,7 @@ def run(
         start_over="a shorter text or fewer --max-tokens may fit",
     )
     quant, budget_bytes = options.quant_spec(bits, k_bits, v_bits, group_size, preset), options.parse_bytes(budget)
-    what, documents = _inputs(task, file or [])
+    what, documents = _inputs(task, file or [], terminal)
     if as_json:
         terminal.silence()
     if save_as is not None:

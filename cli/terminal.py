@@ -30,11 +30,16 @@ def one_line(text: str) -> str:
     return " ".join(harmless(text).split("\n"))
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise
+
+
 def _console(*, stderr: bool) -> Console:
     # Without a color system rich writes no escape code at all, bold included. Markup and emoji codes stay off
     # everywhere: "[/INST]" in a name or a reply is text.
     system: Any = None if os.environ.get("NO_COLOR") else "auto"
-    return Console(stderr=stderr, color_system=system, markup=False, emoji=False, highlight=False)
+    return _Console(stderr=stderr, color_system=system, markup=False, emoji=False, highlight=False)
 
 
 def padded(text: str, width: int) -> str:
@@ -74,7 +79,7 @@ class Terminal:
         self.out.file.flush()
 
     def line(self, text: str = "", style: str = "") -> None:
-        self.out.print(Text(harmless(text), style=style), soft_wrap=True)
+        self._show(self.out, Text(harmless(text), style=style))
 
     def pairs(self, pairs: list[tuple[str, str]]) -> None:
         """Names and values, one pair a line."""
@@ -83,8 +88,11 @@ class Terminal:
             self.line(f"{padded(name, width)}  {value}")
 
     def note(self, text: str) -> None:
-        # A person's window wraps at words; a log keeps one line one line.
-        self.err.print(Text(harmless(text), style="dim"), soft_wrap=not self.err.is_terminal)
+        self._show(self.err, Text(harmless(text), style="dim"))
+
+    def _show(self, console: Console, text: Text) -> None:
+        # A window wraps at words; in a file one line stays one line.
+        console.print(text, soft_wrap=not console.is_terminal)
 
     def error(self, error: BaseException | str, text: str | None = None) -> None:
         """One line: `text`, or what the error says of itself."""

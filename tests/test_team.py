@@ -113,7 +113,7 @@ def test_the_ready_teams_are_whole() -> None:
 
 def test_teams_of_the_command_line() -> None:
     assert Team.of(["a: one", "b"]).agents == (AgentSpec("a", "one"), AgentSpec("b", colour=COLOURS[1]))
-    with pytest.raises(InvalidValueError, match="--agent: .*'a' twice"):
+    with pytest.raises(InvalidValueError, match=r"--agent: .*'a' twice"):
         Team.of(["a", "a:x"])
 
 

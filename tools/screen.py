@@ -63,9 +63,9 @@ class Screen:
     def type(self, text: str) -> None:
         os.write(self._fd, text.encode())
 
-    def wait_for(self, words: str, seconds: float = 60) -> str:
-        """Read up to `words` (a regular expression), and return what came before and with them."""
-        found = self._read(seconds, lambda: re.search(words, self.text))
+    def wait_for(self, words: str, seconds: float = 30) -> str:
+        """Read up to `words`, a regular expression whose dot takes line ends; what came before and with them."""
+        found = self._read(seconds, lambda: re.search(words, self.text, re.DOTALL))
         if not found:
             raise AssertionError(f"expected {words!r} within {seconds} s, got:\n{self.text}")
         shown = self.text[: found.end()]
