@@ -11,6 +11,8 @@ import pytest
 from cli_run import force_replies, run, save_tiny
 from tiny import tiny_tokenizer
 
+from mlx_qkvshare import Message
+from mlx_qkvshare.chat import ChatFormat
 from mlx_qkvshare.cli import conversation
 from mlx_qkvshare.context import Prefilling
 
@@ -125,6 +127,33 @@ def test_b58_the_banner_tells_what_holds(monkeypatch: pytest.MonkeyPatch, tiny: 
     assert "K16 V16\n" in run(monkeypatch, "chat", "--model", tiny, "--bits", 16).err
 
 
+def test_a_card_of_other_bits_is_computed_again_and_told(
+    monkeypatch: pytest.MonkeyPatch, tiny: Path, tmp_path: Path
+) -> None:
+    options = ("--model", tiny, "--agent", "solo", "--store", tmp_path)
+    force_replies(monkeypatch, "a text", "more")
+    assert "(saved 'kept': " in run(monkeypatch, "chat", *options, "--save", "kept", stdin="write\n").err
+    result = run(monkeypatch, "chat", *options, "--resume", "kept", "--bits", 4, stdin="/context\nmore\n")
+    assert re.search(r"\(\d+ tokens are computed again: .*quant", result.err), result.err
+    assert "solo        a text" in result.out and "solo: more" in result.out
+    lost = run(monkeypatch, "chat", *options, "--resume", "nothing", stdin="")
+    assert lost.code == 2 and "expected a card named 'nothing'" in lost.err
+
+
+def test_what_breaks_in_a_turn_is_told_and_the_chat_goes_on(monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:
+    seen: list[int] = []
+
+    def fail(count: int) -> None:
+        seen.append(count)
+        if seen == [0, 1, 2]:
+            raise RuntimeError("out of [red]ink")
+
+    force_replies(monkeypatch, "a text", "ok", on_token=fail)
+    result = run(monkeypatch, "chat", "--model", tiny, "--agent", "solo", stdin="hi\nagain\n")
+    assert result.code == 0 and "error: [solo]: RuntimeError: out of [red]ink" in result.err
+    assert result.out.endswith("solo: ok\n")
+
+
 # --- B65: Ctrl-C, Ctrl-D, SIGTERM -------------------------------------------------------------------------
 
 
@@ -164,3 +193,66 @@ def test_b65_ctrl_c_during_prefill_takes_the_message_back(monkeypatch: pytest.Mo
     result = run(monkeypatch, "chat", "--model", tiny, "--agent", "solo", stdin="lost\nhi\n")
     assert (result.code, result.out) == (0, "solo: ok\n")
     assert "(stopped; the message was taken back)" in result.err
+
+
+# --- what others' chats stumbled over ---------------------------------------------------------------------
+
+EMOJI = "ok \U0001f469\u200d\U0001f469\u200d\U0001f467 日本語 é \U0001f3f3\ufe0f\u200d\U0001f308"
+
+
+def test_b63_characters_of_many_tokens_are_shown_whole(monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:
+    force_replies(monkeypatch, EMOJI, EMOJI)
+    result = run(monkeypatch, "chat", "--model", tiny, stdin="hi\n/to writer\nagain\n")
+    assert result.out == f"planner: {EMOJI}\nwriter: {EMOJI}\n"
+
+
+@pytest.mark.parametrize("cut", [4, 6, 9])
+def test_b63_a_character_that_is_cut_is_kept_whole(monkeypatch: pytest.MonkeyPatch, tiny: Path, cut: int) -> None:
+    ids = tiny_tokenizer().encode(EMOJI, add_special_tokens=False)
+    kept: list[tuple[int, ...] | None] = []
+    sessions = force_replies(monkeypatch, EMOJI, "x", on_token=lambda count: kept.append(_said(sessions)))
+    shown = run(monkeypatch, "chat", "--model", tiny, "--max-tokens", cut, stdin="hi\n/to writer\nyes\n").out
+    text = shown.splitlines()[0].removeprefix("planner: ")
+    assert EMOJI.startswith(text.removesuffix("\ufffd")) and text.count("\ufffd") <= 1
+    assert kept[-1] == tuple(ids[:cut]), "what was handed on is whole"
+
+
+def _said(sessions: list) -> tuple[int, ...] | None:
+    holder = next(session for session in sessions if session.messages)
+    return next((m.token_ids for m in holder.messages if m.role == "assistant"), None)
+
+
+@pytest.mark.parametrize("over", [0, 1, 200])
+def test_b72_a_first_message_as_long_as_the_context(monkeypatch: pytest.MonkeyPatch, tiny: Path, over: int) -> None:
+    force_replies(monkeypatch, "ok", "ok")
+    frame = len(ChatFormat(tiny_tokenizer()).render([Message("user", "")]))
+    message = "Z" * (512 - 8 - frame + over)  # a token each
+    result = run(monkeypatch, "chat", "--model", tiny, "--agent", "solo", "--max-tokens", 8, stdin=f"{message}\nhi\n")
+    if not over:
+        assert result.out.startswith("solo: ok\n")
+        return
+    assert f"needed {512 + over} positions, available 512 (8 of them for the reply)" in result.err
+    assert result.err.index("needed") < result.err.index("prefill"), "refused before anything was computed"
+    assert (result.code, result.out) == (0, "solo: ok\n")
+
+
+STRICT = (
+    "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_b73_a_template_that_wants_roles_to_alternate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    strict = save_tiny(tmp_path / "strict", max_position=4096)
+    (strict / "chat_template.jinja").write_text(STRICT)
+    (tmp_path / "doc.txt").write_text("Compost needs air.")
+    force_replies(monkeypatch, "a plan", "a text", "fine", "more")
+    agents = ("--agent", "planner:You plan.", "--agent", "writer:You write.", "--agent", "critic:You judge.")
+    lines = [f"/file {tmp_path}/doc.txt", "plan", "/to writer", "write", "/to critic", "judge", "/all and you?"]
+    lines += ["/to writer", "/rewind 2", "again"]
+    result = run(monkeypatch, "chat", "--model", strict, "--system", "S", *agents, stdin="\n".join(lines))
+    assert result.code == 0 and "error" not in result.err, result.err
+    assert result.out.splitlines()[:3] == ["planner: a plan", "writer: a text", "critic: fine"]
+    assert result.out.splitlines()[-1] == "writer: more"
