@@ -230,6 +230,9 @@ def _help(conversation: Conversation, _: str) -> None:
         conversation.terminal.line(f"{it.usage:{width}}  {it.about}")
     conversation.terminal.line(f"{'//text':{width}}  say a line that begins with a slash")
     conversation.terminal.line('A line that ends in \\ goes on in the next; """ begins and ends a block of lines.')
+    conversation.terminal.line(
+        "Below a reply: bytes held once, and what a full-precision cache for each agent would hold."
+    )
     conversation.terminal.line("Ctrl-C stops a reply, Ctrl-D ends the chat.")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,9 +76,12 @@ class Conversation:
         self._open()
 
     def _session(self, agent: AgentSpec) -> AgentSession:
+        asked = dict(self.settings.sampling)
+        if "seed" in asked and agent.name != next(iter(self.agents)):  # one seed, and yet draws of everybody's own
+            asked["seed"] = random.Random(f"{asked['seed']}/{agent.name}").getrandbits(32)
         return AgentSession(
             agent.name, self._model, self.manager, role_prompt=agent.role,
-            sampling=agent.sampling_with(self.settings.sampling), max_context_tokens=self.max_context,
+            sampling=agent.sampling_with(asked), max_context_tokens=self.max_context,
         )  # fmt: skip
 
     def _open(self) -> None:
@@ -284,8 +288,8 @@ class Conversation:
             ),
             ("bytes in use", f"{used} ({format_bytes(stats.private_bytes)} private, not sealed yet)"),
             ("bytes held once", format_bytes(usage.held_bytes)),
-            ("in caches of their own", f"{format_bytes(usage.separate_bytes)} in full precision"),
-            ("the same, quantized", format_bytes(usage.separate_quantized_bytes)),
+            ("apart, full precision", format_bytes(usage.separate_bytes)),
+            ("apart, quantized", format_bytes(usage.separate_quantized_bytes)),
             ("segments", str(stats.num_segments)),
             ("handoffs", str(len(records))),
             ("bytes copied by handoffs", str(sum(record.bytes_copied for record in records))),

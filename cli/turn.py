@@ -122,16 +122,16 @@ def ending(turns: Sequence[Turn], max_tokens: int) -> str:
 def status(turns: Sequence[Turn], usage: Usage) -> str:
     """The line below a reply."""
     parts = [
-        f"{usage.context_tokens} of {usage.max_context} tokens",
-        f"{format_bytes(usage.held_bytes)} held once, {format_bytes(usage.separate_bytes)} in caches of their own",
+        f"{usage.context_tokens}/{usage.max_context} tokens",
+        f"{format_bytes(usage.held_bytes)} held once, {format_bytes(usage.separate_bytes)} apart",
     ]
     firsts = [turn.first_token_seconds for turn in turns if turn.first_token_seconds is not None]
     decoding = max((turn.seconds - (turn.first_token_seconds or 0) for turn in turns), default=0)
     count = sum(max(0, turn.num_tokens - 1) for turn in turns)
     if count and decoding > 0:
-        parts.append(f"{count / decoding:.1f} tokens/s")
+        parts.append(f"{count / decoding:.1f} tok/s")
     if firsts:
-        parts.append(f"first token {format_seconds(min(firsts))}")
+        parts.append(f"TTFT {format_seconds(min(firsts))}")
     return f"[{'; '.join(parts)}]"
 
 

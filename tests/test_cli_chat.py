@@ -256,3 +256,12 @@ def test_b73_a_template_that_wants_roles_to_alternate(monkeypatch: pytest.Monkey
     assert result.code == 0 and "error" not in result.err, result.err
     assert result.out.splitlines()[:3] == ["planner: a plan", "writer: a text", "critic: fine"]
     assert result.out.splitlines()[-1] == "writer: more"
+
+
+def test_one_seed_and_draws_of_everybodys_own(monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:
+    seeds = []
+    for _ in range(2):
+        sessions = force_replies(monkeypatch)
+        run(monkeypatch, "chat", "--model", tiny, "--seed", 5, "--temperature", 1, stdin="")
+        seeds.append([session.sampling.seed for session in sessions if session.name != "floor"])
+    assert seeds[0] == seeds[1] and seeds[0][0] == 5 and len(set(seeds[0])) == 2

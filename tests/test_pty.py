@@ -88,7 +88,7 @@ def say(screen: Screen, line: str, expected: str, prompt: str = "> $") -> str:
 
 
 def test_a_conversation_with_every_command(home: Path, tiny: Path) -> None:
-    reply = r"\[\d+ of 2048 tokens; .*? held once, .*? in caches of their own; .*?first token .*?\]"
+    reply = r"\[\d+/2048 tokens; .*? held once, .*? apart; .*?TTFT .*?\]"
     options = ("--model", tiny, "--team", home / "team.toml", "--max-tokens", 8)
     with on_screen(home, "chat", *options) as screen:
         banner = screen.wait_for("planner> ")
@@ -244,8 +244,8 @@ def test_odd_terminals(home: Path, tiny: Path) -> None:
     env = {"TERM": "dumb", "PYTHONIOENCODING": "cp1252", "NO_COLOR": "1"}
     with on_screen(home, "chat", "--model", tiny, *team, "--max-tokens", 8, columns=40, **env) as screen:
         screen.wait_for("planner> ")
-        say(screen, "hello", "first\\s+token")
-        say(screen, "/all now", "first\\s+token")
+        say(screen, "hello", "TTFT")
+        say(screen, "/all now", "TTFT")
         say(screen, "/agents", "speaking: planner")
         screen.type("/quit\n")
         assert screen.end() == 0
@@ -253,7 +253,7 @@ def test_odd_terminals(home: Path, tiny: Path) -> None:
     with on_screen(home, "chat", "--model", tiny, *team, "--max-tokens", 8, columns=40) as screen:
         screen.wait_for("planner> ")
         say(screen, "/to " + WRITER, "goes on")
-        say(screen, "日本 " * 5, "first\\s+token")
+        say(screen, "日本 " * 5, "TTFT")
         say(screen, "/context", "you ")
         say(screen, "/agents", "speaking")
         screen.type("/quit\n")

@@ -1,8 +1,8 @@
 """Record the commands as plain text, as a person at a terminal saw them: `python tools/record.py [NAME...]`.
 
 It runs the real commands on a pseudo-terminal, types what is scripted here, and writes prompts, input and output to
-docs/sessions/NAME.txt: escape codes are left out, and of a line that was rewritten its last state is kept. Without names
-all of them are recorded. `python tools/record.py NAME -- ARGUMENTS` records any other command.
+docs/sessions/NAME.txt: escape codes are left out, and of a line that was rewritten its last state is kept. Without
+names all of them are recorded. `python tools/record.py NAME -- ARGUMENTS` records any other command.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ COLUMNS = 100
 SECONDS = 900
 PROMPT = r"(?:^|\n)[\w ]+> $"
 MAIN = [sys.executable, "-P", "-c", "from mlx_qkvshare.cli.app import main; main()"]
+# A model of 135M parameters soon repeats itself at the temperatures that larger ones like.
+SAMPLED = ("--max-tokens", "60", "--temperature", "0.9", "--seed", "1")
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Recording:
 RECORDINGS = {
     "demo": Recording(["demo"]),
     "chat": Recording(
-        ["chat", "--team", "plan-write-review", "--max-tokens", "60", "--seed", "1"],
+        ["chat", "--team", "plan-write-review", *SAMPLED],
         [
             "/file cli/data/garden_handbook.txt",
             "What should a leaflet for new gardeners say about compost?",
@@ -55,9 +57,7 @@ RECORDINGS = {
             "/quit",
         ],
     ),
-    "run": Recording(
-        ["run", "Is a school garden worth the work?", "--team", "debate", "--max-tokens", "60", "--seed", "1"]
-    ),
+    "run": Recording([*("run", "Is a school garden worth the work?", "--team", "debate"), *SAMPLED]),
     "doctor": Recording(["doctor"]),
 }
 
