@@ -121,6 +121,8 @@ def _show_handoff(terminal: Terminal, record: HandoffRecord) -> None:
         f"({record.receiver} goes on: {record.reused_tokens} tokens by reference, "
         f"{record.bytes_copied} bytes copied, {1000 * record.handoff_seconds:.2f} ms)"
     )
+    if record.redacted_tokens:
+        terminal.note(f"({record.redacted_tokens} tokens that {record.receiver} may not read were left out)")
 
 
 @command("/fork NAME", "go on as a new agent on a branch of its own; /to goes back and forth")

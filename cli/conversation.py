@@ -22,7 +22,8 @@ from .. import (
     SharedKVCacheManager,
     restore,
 )
-from ..errors import ContextLimitError, InvalidValueError
+from ..errors import AccessError, ContextLimitError, InvalidValueError
+from ..policy import PUBLIC
 from .document import Document
 from .interrupts import Interrupts
 from .round import Voice, take_round
@@ -81,12 +82,12 @@ class Conversation:
             asked["seed"] = random.Random(f"{asked['seed']}/{agent.name}").getrandbits(32)
         return AgentSession(
             agent.name, self._model, self.manager, role_prompt=agent.role,
-            sampling=agent.sampling_with(asked), max_context_tokens=self.max_context,
+            sampling=agent.sampling_with(asked), max_context_tokens=self.max_context, access=agent.access,
         )  # fmt: skip
 
     def _open(self) -> None:
         if self._system:
-            self.current.messages.append(Message("system", self._system))
+            self.current.messages.append(Message("system", self._system, domain=PUBLIC))
 
     def close(self) -> None:
         for session in (self._floor, *self.sessions.values(), *self._voices.values()):
@@ -117,28 +118,35 @@ class Conversation:
             raise InvalidValueError(f"no agent {name!r}; there are: {', '.join(self.sessions)}")
         return session
 
-    def switch(self, name: str) -> HandoffRecord | None:
+    def switch(self, name: str, *, keeps_branch: bool = True) -> HandoffRecord | None:
         """Let agent `name` speak: on its own branch if it has one, else it takes over what was said, by reference."""
-        return self._pass_to(self.find(name))
+        return self._pass_to(self.find(name), keeps_branch=keeps_branch)
 
     def switch_to_all(self) -> HandoffRecord | None:
         """Let every agent answer from here on."""
-        return self._pass_to(self._floor)
+        return self._pass_to(self._floor, keeps_branch=False)
 
-    def _pass_to(self, receiver: AgentSession) -> HandoffRecord | None:
+    def _pass_to(self, receiver: AgentSession, *, keeps_branch: bool) -> HandoffRecord | None:
         if receiver is self.current:
             return None
-        has_branch = receiver is not self._floor and bool(receiver.messages or receiver.num_tokens)
-        record = None if has_branch else self.coordinator.request_handoff(self.current, receiver)
+        has_branch = keeps_branch and bool(receiver.messages or receiver.num_tokens)
+        record = None if has_branch else self._hand_over(self.current, receiver)
         self.current = receiver
         return record
 
+    def _hand_over(self, sender: AgentSession, receiver: AgentSession) -> HandoffRecord:
+        """All of it; or what the receiver may read, and then the sender keeps its branch, which has the rest."""
+        try:
+            return self.coordinator.request_handoff(sender, receiver)
+        except AccessError:
+            return self.coordinator.request_handoff(sender, receiver, keep_sender=True, redact=True)
+
     def hand_over(self, sender: str, receiver: str) -> HandoffRecord:
-        """Give what `sender` holds to `receiver`, in place of its own; who has handed over speaks no more."""
+        """Give what `sender` holds to `receiver`, in place of its own; if `sender` was speaking, it is silent now."""
         giving, taking = self.find(sender), self.find(receiver)
         if not giving.messages and not giving.num_tokens:
             raise InvalidValueError(f"{sender} holds no conversation; /agents shows who does")
-        record = self.coordinator.request_handoff(giving, taking)
+        record = self._hand_over(giving, taking)
         if self.current is giving:
             self.current = taking
         return record
@@ -149,7 +157,8 @@ class Conversation:
             raise InvalidValueError(f"expected a new name, got {name!r}; there are: {', '.join(self.sessions)}")
         source = self.agents.get(self.current.name)
         self.sessions[name] = self.current.fork(name)
-        self.agents[name] = dataclasses.replace(source, name=name) if source else AgentSpec(name)
+        access = self.sessions[name].access
+        self.agents[name] = dataclasses.replace(source or AgentSpec(name), name=name, access=access)
         self.current = self.sessions[name]
 
     # --- what is said ------------------------------------------------------------------------------

@@ -44,11 +44,14 @@ def take_round(
             show_together(tasks, terminal, interrupts, {voice.session.name: voice.colour for voice in voices})
         seconds = time.perf_counter() - started
         turns = [_turn(task, heard, seconds) for task in tasks]
-        replies = [f"{turn.agent}: {turn.text.strip()}" for turn in turns if turn.text.strip()]
+        # What is said into a domain that the floor may not read was shown to the user, and stays there.
+        heard_all = {voice.session.name: floor.access.may_read({voice.session.access.writes}) for voice in voices}
+        said = [turn for turn in turns if turn.text.strip() and heard_all[turn.agent]]
+        replies = [f"{turn.agent}: {turn.text.strip()}" for turn in said]
         return turns, list(scheduler.coordinator.records)
     finally:
         if replies:
-            floor.messages.append(Message("assistant", "\n\n".join(replies)))
+            floor.messages.append(Message("assistant", "\n\n".join(replies), domain=floor.access.writes))
         else:
             floor.messages = before
         for session, _, _ in voices:

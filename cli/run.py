@@ -63,7 +63,7 @@ class Run:
         """Let everybody take their turns; the exit code."""
         conversation, has_many = self.conversation, len(self.team.agents) > 1
         for name, request in requests(self.team, task, rounds):
-            conversation.switch(name)
+            conversation.switch(name, keeps_branch=False)
             if has_many and self.turns:
                 conversation.terminal.line()
             turns = conversation.answer(request, is_labelled=has_many)

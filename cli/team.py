@@ -10,8 +10,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from .. import Sampling
+from .. import Access, Sampling
 from ..errors import InvalidValueError
+from ..policy import TEAM, TEAM_ACCESS
 from .lines import clean
 from .terminal import one_line
 
@@ -24,7 +25,7 @@ _SAMPLING = tuple(field.name for field in dataclasses.fields(Sampling))
 class AgentSpec:
     """One agent. `sampling` holds what it sets of its own, by the names of `Sampling`.
 
-    `request` is what it is asked when its turn comes in `qkvshare run`; `writes` and `reads` are domains.
+    `request` is what it is asked when its turn comes in `qkvshare run`.
     """
 
     name: str
@@ -34,8 +35,7 @@ class AgentSpec:
     hands_to: str | None = None
     max_tokens: int | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    writes: str | None = None
-    reads: frozenset[str] | None = None
+    access: Access = TEAM_ACCESS
 
     @classmethod
     def parse(cls, text: str, colour: str = COLOURS[0]) -> AgentSpec:
@@ -135,14 +135,16 @@ def _parse_agent(table: Any, where: str, index: int) -> AgentSpec:
     found = AgentSpec(
         name=name, role=keys.text("role"), request=keys.text("request"), colour=colour,
         hands_to=keys.text("hands_to"), max_tokens=max_tokens, sampling=sampling,
-        writes=keys.text("writes"), reads=keys.texts("reads"),
     )  # fmt: skip
+    writes, reads = keys.text("writes"), keys.texts("reads")
     keys.refuse_others()
     try:
         Sampling(**sampling)
+        access = Access(TEAM if writes is None else writes, frozenset({TEAM}) if reads is None else reads)
+        access.check_name(name)
     except InvalidValueError as error:
         raise InvalidValueError(f"[team {where}] agent {name!r}, {str(error).partition('] ')[2]}") from None
-    return found
+    return dataclasses.replace(found, access=access)
 
 
 def _in_order(team: Team, where: str) -> tuple[AgentSpec, ...]:

@@ -11,6 +11,7 @@ from .handoff import HandoffCoordinator, HandoffRecord
 from .layer_cache import LayerCache
 from .manager import SharedKVCacheManager
 from .package import HandoffPackage
+from .policy import Access, AuditLog, Receipt, private
 from .prefix import SharedPrefix
 from .restore import Restored, restore
 from .routes import Route, RouteTable
@@ -20,6 +21,7 @@ from .scheduler import AgentScheduler
 from .segment import SegmentView, SharedSegment
 from .session import AgentSession, StreamChunk
 from .spec import CacheSpec, QuantSpec
+from .spill import SpillStore
 from .store import CardStore
 from .task import AgentTask, Priority, Task
 
@@ -29,10 +31,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Access",
     "AgentBatch",
     "AgentScheduler",
     "AgentSession",
     "AgentTask",
+    "AuditLog",
     "BatchEvent",
     "CacheSpec",
     "Card",
@@ -47,6 +51,7 @@ __all__ = [
     "QKVShareError",
     "QuantSpec",
     "QuantizedAttention",
+    "Receipt",
     "Restored",
     "Route",
     "RouteTable",
@@ -56,9 +61,11 @@ __all__ = [
     "SharedKVCacheManager",
     "SharedPrefix",
     "SharedSegment",
+    "SpillStore",
     "StreamChunk",
     "Task",
     "load",
+    "private",
     "quantized_attention",
     "restore",
 ]

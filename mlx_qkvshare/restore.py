@@ -32,9 +32,12 @@ def restore(
     token ids instead; `progress` is then called with (tokens done, tokens in all). The own context is let go of only
     when all is there.
 
-    Raises as `CardStore.load`, and `CardError` for a card to rebuild that keeps no token ids.
+    Raises as `CardStore.load`, `AccessError` for a card that the session may not read, and `CardError` for one to
+    rebuild that keeps no token ids.
     """
     card = store.inspect(name)
+    with session.refusing(card.agent):
+        card.require_readable(session.access)
     try:
         with session.manager.load_card(store, name) as loaded:
             _receive(session, loaded.package, loaded.card)
@@ -56,7 +59,7 @@ def _rebuild(
             f"[restore] tokenizer: expected {ours}, the card has the token ids of {card.spec.fingerprint.tokenizer}"
         ) from reason
     with session.beside() as twin:  # the session keeps what it has until this one is ready
-        report = twin.sync(ids, progress=progress)
+        report = twin.sync(ids, progress=progress, domains=card.domains)
         package = dataclasses.replace(
             twin.package_state(),
             sender=card.agent,

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {
     "errors": 0,
     "folders": 0,
+    "policy": 0.5,
     "spec": 0,
     "versions": 0,
     "quantize": 1,
@@ -53,6 +54,7 @@ FLOORS = {
     "package": 3,
     "context": 3.5,
     "store": 3.5,
+    "spill": 3.6,
     "session": 4,
     "batch": 4.5,
     "restore": 4.5,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from cli_run import run
 
-from mlx_qkvshare import Sampling
+from mlx_qkvshare import Access, Sampling
 from mlx_qkvshare.cli.team import COLOURS, READY_TEAMS, AgentSpec, Team, find_team, parse_team, ready_text
 from mlx_qkvshare.errors import InvalidValueError
 
@@ -44,7 +44,7 @@ def test_every_key_is_read() -> None:
     first, second = team.agents
     assert (team.about, team.system, team.names) == ("two", "S", ["a", "b"])
     assert (first.role, first.request, first.hands_to, first.colour, first.max_tokens) == ("R", "do it", "b", "red", 5)
-    assert (first.writes, first.reads) == ("team", {"team", "public"})
+    assert first.access == Access("team", frozenset({"team", "public"})) and second.access == Access()
     assert first.sampling_with({}) == Sampling(1, 0.5, 3, 0.1, 7)
     assert first.sampling_with({"temperature": 0, "seed": 1}) == Sampling(0, 0.5, 3, 0.1, 1), "options win"
     assert second == AgentSpec("b", colour=COLOURS[1]) and second.sampling_with({}) == Sampling()
@@ -85,6 +85,8 @@ def test_a_round_goes_along_who_hands_to_whom(text: str, names: str) -> None:
         (agents("name = 'a'\nmax_tokens = 0"), "agent 'a', max_tokens: expected 1 or more, got 0"),
         (agents("name = 'a'\nreads = 'team'"), "agent 'a', reads: expected a list of texts, got 'team'"),
         (agents("name = 'a'\nreads = [1]"), "agent 'a', reads: expected a list of texts, got [1]"),
+        (agents("name = 'a'\nwrites = ''"), "agent 'a', domain: expected 1 to 128 printable characters, got ''"),
+        (agents("name = 'a'\nreads = ['private:b']"), "agent 'a', access: expected no agent's own but a's"),
         (agents("name = 'a'\nhands_to = 'b'"), "agent 'a', hands_to: expected another agent (there is none), got 'b'"),
         (agents("name = 'a'\nhands_to = 'a'", "name = 'b'"), "hands_to: expected another agent ('b'), got 'a'"),
         (agents("name = 'a'", "name = 'b'\nhands_to = 'a'"), "hands_to: expected an agent that hands to 'b', got none"),
@@ -104,10 +106,10 @@ def test_the_ready_teams_are_whole() -> None:
     for name in READY_TEAMS:
         team = find_team(name)
         assert len(team.agents) >= 2 and team.about and team.system
-        assert all(it.role and it.request and it.reads for it in team.agents)
+        assert all(it.role and it.request for it in team.agents)
     explained = ready_text(READY_TEAMS[0])
-    for key in ("about", "system", *AgentSpec.__dataclass_fields__):
-        if key != "sampling":
+    for key in ("about", "system", "temperature", "writes", "reads", *AgentSpec.__dataclass_fields__):
+        if key not in ("sampling", "access"):
             assert f"\n{key} = " in explained, f"the file that explains every key lacks {key}"
 
 
