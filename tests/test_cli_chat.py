@@ -265,3 +265,47 @@ def test_one_seed_and_draws_of_everybodys_own(monkeypatch: pytest.MonkeyPatch, t
         run(monkeypatch, "chat", "--model", tiny, "--seed", 5, "--temperature", 1, stdin="")
         seeds.append([session.sampling.seed for session in sessions if session.name != "floor"])
     assert seeds[0] == seeds[1] and seeds[0][0] == 5 and len(set(seeds[0])) == 2
+
+
+# --- domains ----------------------------------------------------------------------------------------------
+
+GUARDED = """
+system = "S"
+[[agent]]
+name = "nurse"
+[[agent]]
+name = "doctor"
+writes = "private:doctor"
+reads = ["team"]
+"""
+
+
+def test_what_an_agent_may_not_read_is_left_out(monkeypatch: pytest.MonkeyPatch, tiny: Path, tmp_path: Path) -> None:
+    heard: list[list[str]] = []
+
+    def listen(count: int) -> None:
+        if count == 0:
+            speaking = next(s for s in sessions if s.messages and s.messages[-1].role == "user")
+            heard.append([m.content for m in speaking.messages])
+
+    (tmp_path / "team.toml").write_text(GUARDED)
+    sessions = force_replies(monkeypatch, "fine", "secret", "well", "more secrets", on_token=listen)
+    lines = ["hi", "/to doctor", "tell me", "/to nurse", "and you?", "/to doctor", "go on"]
+    result = run(monkeypatch, "chat", "--model", tiny, "--team", tmp_path / "team.toml", stdin="\n".join(lines))
+    assert result.code == 0 and "error" not in result.err, result.err
+    assert heard == [
+        ["S", "hi"],
+        ["S", "hi", "fine", "tell me"],
+        ["S", "hi", "fine", "and you?"],
+        ["S", "hi", "fine", "tell me", "secret", "go on"],  # the doctor's own branch
+    ]
+    assert re.search(r"\(\d+ tokens that nurse may not read were left out\)", result.err)
+
+
+def test_what_is_said_to_nobody_joins_no_round(monkeypatch: pytest.MonkeyPatch, tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "team.toml").write_text(GUARDED)
+    options = ("--model", tiny, "--team", tmp_path / "team.toml", "--max-tokens", 8)
+    result = run(monkeypatch, "chat", *options, stdin="/all hi\n/context\n")
+    assert result.code == 0 and re.search(r"^doctor \| ", result.out, re.MULTILINE), result.out
+    (said,) = [line for line in result.out.splitlines() if line.startswith("  assistant")]
+    assert "nurse: " in said and "doctor: " not in said
