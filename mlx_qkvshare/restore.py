@@ -28,9 +28,12 @@ def restore(session: AgentSession, store: CardStore, name: str, *, rebuild: bool
     With `rebuild`, a card that does not fit this model or this setting, or has lost a segment, is prefilled from its
     token ids instead. The own context is let go of only when all is there.
 
-    Raises as `CardStore.load`, and `CardError` for a card to rebuild that keeps no token ids.
+    Raises as `CardStore.load`, `AccessError` for a card that the session may not read, and `CardError` for one to
+    rebuild that keeps no token ids.
     """
     card = store.inspect(name)
+    with session.refusing(card.agent):
+        card.require_readable(session.access)
     try:
         with session.manager.load_card(store, name) as loaded:
             _receive(session, loaded.package, loaded.card)
@@ -50,7 +53,7 @@ def _rebuild(session: AgentSession, card: Card, reason: FingerprintMismatchError
             f"[restore] tokenizer: expected {ours}, the card has the token ids of {card.spec.fingerprint.tokenizer}"
         ) from reason
     with session.beside() as twin:  # the session keeps what it has until this one is ready
-        report = twin.sync(ids)
+        report = twin.sync(ids, domains=card.domains)
         package = dataclasses.replace(
             twin.package_state(),
             sender=card.agent,

@@ -74,6 +74,8 @@ class SegmentHeader:
     tokens_digest: str
     checksum: str
     residual_checksum: str | None
+    own_domains: tuple[str, ...]
+    domains: tuple[str, ...]
     layers: tuple[Any, ...]
     entries: tuple[TensorEntry, ...]
 
@@ -146,7 +148,8 @@ def describe(segment: SharedSegment, tokens_digest: str) -> tuple[SegmentHeader,
     arrays = base | residuals
     header = SegmentHeader(
         segment.fingerprint, segment.quant, segment.start, segment.num_tokens, tokens_digest,
-        segment.checksum, segment.residual_checksum, tuple(layers),
+        segment.checksum, segment.residual_checksum,
+        tuple(sorted(segment.own_domains)), tuple(sorted(segment.domains)), tuple(layers),
         tuple(TensorEntry(name, DTYPE_NAMES[array.dtype], tuple(array.shape)) for name, array in arrays.items()),
     )  # fmt: skip
     return header, list(arrays.values())
@@ -220,7 +223,8 @@ def _parse(raw: bytes, digest: str) -> SegmentHeader:
                 f"[segment {digest}] format: found {metadata.get('format')!r}, readable are [{FORMAT}]"
             )
         about = json.loads(metadata["segment"])
-        about |= {"quant": QuantSpec.from_plain(about["quant"]), "layers": tuple(about["layers"])}
+        about |= {name: tuple(about[name]) for name in ("own_domains", "domains", "layers")}
+        about |= {"quant": QuantSpec.from_plain(about["quant"])}
         entries = tuple(TensorEntry(name, it["dtype"], tuple(it["shape"])) for name, it in plain.items())
         header = SegmentHeader(**about, entries=entries)
         is_sized = all(type(size) is int and size >= 0 for entry in entries for size in entry.shape)
