@@ -415,6 +415,31 @@ class AgentSession(TokenContext):
             self._rewind_exactly(num_tokens)
             self._base_tokens = min(self._base_tokens, self.num_tokens)
 
+    def take_back(self, num_turns: int = 1) -> int:
+        """Forget the last `num_turns` user messages and all that came after each; the number of tokens forgotten.
+
+        Raises `InvalidValueError` if there are fewer. What the model cannot go back to exactly is computed again.
+        """
+        with self._working():
+            starts = [index for index, message in enumerate(self.messages) if message.role == "user"]
+            if not 0 < num_turns <= len(starts):
+                raise InvalidValueError(f"[AgentSession.take_back] expected 1..{len(starts)} turns, got {num_turns}")
+            kept, gone = self.messages[: starts[-num_turns]], self.messages[starts[-num_turns] :]
+            stays = self.token_ids[: self._base_tokens]
+            if num_turns < len(starts):  # else system messages alone, which not every template takes
+                is_start = self._base_tokens == 0
+                stays += self._chat_format().render(kept, add_generation_prompt=False, is_start=is_start)
+            held, before = self.token_ids, self.num_tokens
+            common = next(
+                (i for i, pair in enumerate(zip(held, stays, strict=False)) if pair[0] != pair[1]), len(stays)
+            )
+            self._rewind_exactly(max(0, before - common))
+            self.messages = kept
+            if self.role_prompt:
+                said = f"{self.role_prompt}\n\n"
+                self._role_is_due |= any(it.role == "user" and it.content.startswith(said) for it in gone)
+            return before - self.num_tokens
+
     def package_state(self) -> HandoffPackage:
         """Seal, and describe the whole context by reference. All of it is evaluated: any thread may receive it."""
         with self._working():

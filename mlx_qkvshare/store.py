@@ -43,8 +43,6 @@ from .table import SharedSlot
 from .versions import versions
 
 CARD, _SEGMENT = ".json", ".safetensors"
-
-
 SegmentFile = tuple[SegmentHeader, list[mx.array]]
 
 
@@ -418,10 +416,7 @@ class CardStore:
             return self._sweep()
 
     def _sweep(self) -> int:
-        return sum(removed(path) for path in self._partial())
-
-    def _partial(self) -> list[Path]:
-        return [path for folder, suffix in self._kinds for path in half_written(folder, suffix)]
+        return sum(removed(path) for folder, suffix in self._kinds for path in half_written(folder, suffix))
 
     # --- files -------------------------------------------------------------------------------------
 
@@ -437,11 +432,10 @@ class CardStore:
 
     def _our_files(self) -> list[Path]:
         """All that is named as ours, with what crashes left half-written."""
-        return [*(path for folder, suffix in self._kinds for path in our_files(folder, suffix)), *self._partial()]
+        return [path for kind in self._kinds for path in (*our_files(*kind), *half_written(*kind))]
 
     @contextlib.contextmanager
     def _locked(self, *, alone: bool = False, waits: bool = True) -> Iterator[None]:
-        """Raises `BlockingIOError` where it does not wait and would have to."""
         with locked(self.folder, alone=alone, waits=waits):
             yield
 

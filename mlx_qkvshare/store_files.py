@@ -36,8 +36,10 @@ def plain_file(path: Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def locked(folder: Path, *, alone: bool = False, waits: bool = True) -> Iterator[None]:
-    """Hold the folder's lock, together with others or alone. Raises `CardError`, and `BlockingIOError` where it does
-    not wait and would have to."""
+    """Hold the folder's lock, together with others or alone.
+
+    Raises `CardError`, and `BlockingIOError` where it does not wait and would have to.
+    """
     try:
         handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
