@@ -231,13 +231,14 @@ class CardStore:
 
         Raises:
             CardError: the name is taken, and not to be replaced.
+            RevokedError: of what it holds something was revoked in this store.
             CardCorruptError, CardFormatError: what was copied is not what the card says.
             CardWriteError: no room, or no right to write.
         """
         path = self._card_path(card.name)
         try:
-            self._require_valid(card.name, *card.segments)
             with self._locked(alone=True), contextlib.ExitStack() as files:
+                self._require_valid(card.name, *card.segments)
                 if os.path.lexists(path) and not replace:
                     raise CardError(f"[CardStore] {card.name!r}: expected a free name, got one that is taken")
                 files.enter_context(written_whole(path)).write_bytes(card.encoded())  # first in, last to get its name

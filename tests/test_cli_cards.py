@@ -59,6 +59,7 @@ def test_list_and_inspect_tell_what_is_there(said, store):
     one = json.loads(said("inspect", "b", "--json").out)
     assert one.items() >= {k: v for k, v in second.items() if k != "age_seconds"}.items()
     assert one["segments"][0]["digest"] == store.inspect("b").segments[0].digest
+    assert one["domains"] == sorted(store.inspect("b").domains) != []
     text = said("inspect", "b").out
     assert one["segments"][0]["digest"] in text and "planner" in text and "keeps tokens" in text
 
