@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from .archive import export_card, import_card
 from .attention import QuantizedAttention, quantized_attention
 from .batch import AgentBatch, BatchEvent
 from .card import Card
@@ -64,6 +65,8 @@ __all__ = [
     "SpillStore",
     "StreamChunk",
     "Task",
+    "export_card",
+    "import_card",
     "load",
     "private",
     "quantized_attention",

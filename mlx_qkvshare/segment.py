@@ -10,7 +10,7 @@ from typing import ClassVar, Protocol, TypeVar
 
 import mlx.core as mx
 
-from .fingerprint import digest_text
+from .digest import digest_text
 from .policy import TEAM
 from .quantize import QuantizedTensor, checksum
 from .spec import CacheSpec, QuantSpec

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .card import Card, CardSegment
+from .digest import digest_text
 from .errors import BudgetExceededError, CardError, FingerprintMismatchError, InvalidValueError, QKVShareError
-from .fingerprint import digest_text
 from .manager import SharedKVCacheManager
 from .policy import Access
 from .prefix import SharedPrefix
 from .segment import SegmentView, readable
-from .store import CARD, CardStore, SegmentFile, removed, segment_file, segments_of
+from .store import CARD, CardStore, SegmentFile, segment_file, segments_of
+from .store_files import our_files, removed
 from .table import common_prefix
 from .versions import versions
 
@@ -164,7 +165,7 @@ class SpillStore(CardStore):
 
     def _readable_cards(self) -> Iterator[tuple[Path, Card]]:
         """Those that are there and may be read; each is read from disk once."""
-        paths = self._files(self._cards, CARD)
+        paths = our_files(self._cards, CARD)
         self._known = {path: self._known[path] for path in paths if path in self._known}
         for path in paths:
             with contextlib.suppress(OSError, CardError):
