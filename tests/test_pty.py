@@ -19,6 +19,7 @@ from cli_run import COMMAND, save_tiny
 from rich.cells import cell_len
 
 from mlx_qkvshare import CardStore
+from mlx_qkvshare.folders import default_cache_dir
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 from screen import Screen, as_seen
@@ -69,13 +70,17 @@ def command(*arguments: object, prelude: str = "") -> list[str]:
     return [*COMMAND[:-1], prelude + COMMAND[-1], *map(str, arguments)]
 
 
+def cache_of(home: Path) -> Path:
+    return home / default_cache_dir().relative_to(Path.home())
+
+
 @contextlib.contextmanager
 def on_screen(
     home: Path, *arguments: object, prelude: str = "", columns: int = 80, stdout: int | None = None, **env: str
 ) -> Iterator[Screen]:
-    cache = ("--cache-dir", home / "cache")  # history and cards
+    env["HOME"] = str(home)  # history and cards
     with contextlib.closing(
-        Screen(command(*arguments, *cache, prelude=prelude), columns=columns, env=env, stdout=stdout)
+        Screen(command(*arguments, prelude=prelude), columns=columns, env=env, stdout=stdout)
     ) as screen:
         yield screen
 
@@ -150,7 +155,7 @@ def test_a_conversation_with_every_command(home: Path, tiny: Path) -> None:
         assert re.search(r"you +one +two", screen.wait_for("three four five"))
         screen.type("/quit\n")
         assert screen.end() == 0 and screen.is_restored
-    history = home / "cache" / "history"
+    history = cache_of(home) / "history"
     assert stat.S_IMODE(history.stat().st_mode) == 0o600 and "/fork" in history.read_text()
 
 
@@ -227,7 +232,7 @@ def test_b65_whoever_ends_it_finds_it_saved(home: Path, endless: Path, ending: s
         else:
             screen.hang_up()
             screen.process.wait(timeout=20)
-            assert next(m.content for m in CardStore(home / "cache" / "cards").inspect("kept").messages) == "hi"
+            assert next(m.content for m in CardStore(cache_of(home) / "cards").inspect("kept").messages) == "hi"
             return
     with on_screen(home, "chat", *options, "--resume", "kept") as screen:
         screen.wait_for(r"\('kept': \d+ tokens; speaking: solo\)")
@@ -267,7 +272,7 @@ def test_odd_terminals(home: Path, tiny: Path) -> None:
 
 
 def test_b67_pipes_in_and_out(home: Path, tiny: Path) -> None:
-    options = ("--model", tiny, "--cache-dir", str(home / "cache"), "--max-tokens", "8")
+    options = ("--model", tiny, "--max-tokens", "8")
     data = b"Sum up this text about compost: \xff\xfe \xed\xa0\x80 caf\xc3\xa9\r\n"
     env = os.environ | {"PYTHONIOENCODING": "ascii"}
     done = subprocess.run(command("run", "--json", *options), input=data, capture_output=True, env=env, timeout=60)
@@ -282,7 +287,7 @@ def test_b67_pipes_in_and_out(home: Path, tiny: Path) -> None:
 
 @pytest.mark.parametrize("arguments", [["run", "hi"], ["chat", "--parallel", "--agent", "a", "--agent", "b"]])
 def test_a_closed_stdout_ends_quietly(home: Path, endless: Path, arguments: list[str]) -> None:
-    options = ("--model", endless, "--cache-dir", home / "cache", "--max-tokens", 90_000)
+    options = ("--model", endless, "--max-tokens", 90_000)
     process = subprocess.Popen(
         command(*arguments, *options), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
