@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from .. import CardStore, LoadedModel, QKVShareError, SharedKVCacheManager
-from ..folders import default_cache_dir
+from ..folders import default_cache_dir, default_store_dir
 from ..model import DEFAULT_MODEL
 from ..spec import PRESETS
 from . import options
@@ -121,14 +121,13 @@ def chat(
     conversation is kept first).
     """
     terminal = Terminal()
-    folder = cache_dir or default_cache_dir()
     members = options.find_team(agent, team, Team.of(DEFAULT_AGENTS))
     settings = ChatSettings(
         sampling=options.sampling_asked_for(temperature, seed),
         system=clean(system)[0] if system else None,
         max_context=max_context,
         max_tokens=max_tokens,
-        store=store or folder / "cards",
+        store=store or default_store_dir(),
     )
     quant, budget_bytes = options.quant_spec(bits, k_bits, v_bits, group_size, preset), options.parse_bytes(budget)
     if save_as is not None or resume is not None:
@@ -140,7 +139,7 @@ def chat(
         if resume is not None:
             load(conversation, resume)
         terminal.note(banner(conversation, loaded, model))
-        with contextlib.closing(LineReader(terminal, folder / "history")) as reader:
+        with contextlib.closing(LineReader(terminal, default_cache_dir() / "history")) as reader:
             try:
                 talk(conversation, reader)
             finally:

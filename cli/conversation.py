@@ -76,10 +76,10 @@ class Conversation:
         self.current = self._floor if is_parallel else next(iter(self.sessions.values()))
         self._open()
 
-    def _session(self, agent: AgentSpec) -> AgentSession:
+    def _session(self, agent: AgentSpec, *, is_voice: bool = False) -> AgentSession:
         asked = dict(self.settings.sampling)
-        if "seed" in asked and agent.name != next(iter(self.agents)):  # one seed, and yet draws of everybody's own
-            asked["seed"] = random.Random(f"{asked['seed']}/{agent.name}").getrandbits(32)
+        if "seed" in asked and (is_voice or agent.name != next(iter(self.agents))):  # draws of everybody's own
+            asked["seed"] = random.Random(f"{asked['seed']}/{agent.name}/{is_voice}").getrandbits(32)
         return AgentSession(
             agent.name, self._model, self.manager, role_prompt=agent.role,
             sampling=agent.sampling_with(asked), max_context_tokens=self.max_context, access=agent.access,
@@ -199,7 +199,7 @@ class Conversation:
         # Sessions of their own, so that branches stay as they are.
         for name, agent in self.agents.items():
             if name not in self._voices:
-                self._voices[name] = self._session(agent)
+                self._voices[name] = self._session(agent, is_voice=True)
         voices = [Voice(self._voices[name], self.limit(name), it.colour) for name, it in self.agents.items()]
         turns, records = take_round(self._floor, voices, text, self.terminal, interrupts)
         self.coordinator.records.extend(records)
