@@ -12,6 +12,7 @@ from . import bench
 from .chat import chat
 from .demo import demo
 from .doctor import doctor
+from .plan import plan
 from .serve import serve
 from .terminal import Terminal
 
@@ -34,6 +35,7 @@ app = typer.Typer(
 app.command()(demo)
 app.command()(chat)
 app.command()(doctor)
+app.command()(plan)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
 app.add_typer(bench.app, name="bench")
 

@@ -25,7 +25,7 @@ from ..model import DEFAULT_MODEL
 from ..passages import TEXTS, copy_passage, passage, text_of
 from ..routes import device_name, of_device
 from ..spec import ITEM_BYTES
-from .options import CacheDir, GroupSize, Model, load_model
+from .options import CacheDir, GroupSize, Model, load_model, parse_counts
 from .terminal import Terminal, format_bytes, format_seconds, make_table
 
 app = typer.Typer(help="Measure on this machine, mlx-lm beside ours.", no_args_is_help=True, rich_markup_mode=None)
@@ -33,16 +33,6 @@ app = typer.Typer(help="Measure on this machine, mlx-lm beside ours.", no_args_i
 # One number, unlike the demo's: mlx-lm's quantized cache has no separate bits for K and V.
 Bits = Annotated[int, typer.Option(help="Bits of keys and values, both sides.")]
 JsonOnly = Annotated[bool, typer.Option("--json", help="Print the JSON line alone.")]
-
-
-def _counts(text: str, name: str) -> list[int]:
-    try:
-        counts = [int(part) for part in text.split(",")]
-    except ValueError:
-        counts = [0]
-    if min(counts) <= 0:
-        raise InvalidValueError(f"--{name}: expected whole numbers above 0, as in 1,2,4; got {text!r}")
-    return counts
 
 
 @app.command()
@@ -57,7 +47,7 @@ def memory(
     json_only: JsonOnly = False,
 ) -> None:
     """Live KV bytes of N agents on one shared context, after each has written tokens of its own."""
-    terminal, counts, lengths = Terminal(), _counts(agents, "agents"), _counts(tokens, "tokens")
+    terminal, counts, lengths = Terminal(), parse_counts(agents, "agents"), parse_counts(tokens, "tokens")
     quant = QuantSpec(bits, bits, group_size)
     lm = load_model(model, cache_dir, terminal)
     rows = bench_memory(lm, agents=counts, tokens=lengths, private_tokens=private, quant=quant, note=terminal.note)
@@ -79,7 +69,7 @@ def handoff(
     json_only: JsonOnly = False,
 ) -> None:
     """What a handoff costs, and the time to the receiver's first token against three other ways."""
-    terminal, lengths = Terminal(), _counts(tokens, "tokens")
+    terminal, lengths = Terminal(), parse_counts(tokens, "tokens")
     quant = QuantSpec(bits, bits, group_size)
     lm = load_model(model, cache_dir, terminal)
     rows = bench_handoff(
@@ -104,7 +94,7 @@ def decode(
     json_only: JsonOnly = False,
 ) -> None:
     """Tokens per second of N agents that decode together on one shared context."""
-    terminal, counts, lengths = Terminal(), _counts(agents, "agents"), _counts(tokens, "tokens")
+    terminal, counts, lengths = Terminal(), parse_counts(agents, "agents"), parse_counts(tokens, "tokens")
     quant = QuantSpec(bits, bits, group_size)
     lm = load_model(model, cache_dir, terminal)
     rows = bench_decode(
@@ -134,7 +124,7 @@ def latency(
     json_only: JsonOnly = False,
 ) -> None:
     """An agent's time between tokens while a long prompt is prefilled beside it."""
-    terminal, sizes = Terminal(), _counts(step_tokens, "step-tokens")
+    terminal, sizes = Terminal(), parse_counts(step_tokens, "step-tokens")
     quant = QuantSpec(bits, bits, group_size)
     lm = load_model(model, cache_dir, terminal)
     rows = bench_latency(
@@ -169,10 +159,10 @@ def attention(
         terminal.note("no Metal device: the kernel is left out")
     rows = bench_attention(
         AttentionShape(heads, kv_heads, head_dim),
-        bits=_counts(bits, "bits"),
-        tokens=_counts(tokens, "tokens"),
-        queries=_counts(queries, "queries"),
-        sessions=_counts(agents, "agents"),
+        bits=parse_counts(bits, "bits"),
+        tokens=parse_counts(tokens, "tokens"),
+        queries=parse_counts(queries, "queries"),
+        sessions=parse_counts(agents, "agents"),
         group_size=group_size,
         repeats=repeats,
         note=terminal.note,
