@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from dataclasses import dataclass
 from typing import Annotated
 
 import typer
 
 from .. import QKVShareError, __version__
-from . import bench
-from .chat import chat
-from .demo import demo
-from .doctor import doctor
-from .plan import plan
-from .serve import serve
+from . import cards
 from .terminal import Terminal
 
 
@@ -32,12 +29,25 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.command()(demo)
-app.command()(chat)
-app.command()(doctor)
-app.command()(plan)
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
-app.add_typer(bench.app, name="bench")
+app.add_typer(cards.app, name="cards")
+
+
+@functools.cache
+def _add_commands_with_models() -> None:
+    """They import mlx-lm and its tokenizers, which takes seconds."""
+    from . import bench
+    from .chat import chat
+    from .demo import demo
+    from .doctor import doctor
+    from .plan import plan
+    from .serve import serve
+
+    app.command()(demo)
+    app.command()(chat)
+    app.command()(doctor)
+    app.command()(plan)
+    app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
+    app.add_typer(bench.app, name="bench")
 
 
 def _print_version(is_asked: bool) -> None:
@@ -59,6 +69,8 @@ def options(
 def main() -> None:
     """The `qkvshare` script. An error that the library or the system reports is one line and exit code 2."""
     terminal = Terminal()
+    if next((it for it in sys.argv[1:] if not it.startswith("-")), None) != "cards":
+        _add_commands_with_models()
     try:
         app(prog_name="qkvshare")
     except (QKVShareError, OSError) as error:

@@ -16,6 +16,7 @@ from ..bench import HandoffRow, MemoryRow, bench_handoff, bench_memory
 from ..bench_attention import AttentionRow, AttentionShape, bench_attention, read_bandwidth, table_of
 from ..bench_decode import DecodeRow, bench_decode
 from ..bench_latency import LatencyRow, bench_latency
+from ..bench_restore import RestoreRow, bench_restore
 from ..calibrate import calibrate
 from ..errors import InvalidValueError
 from ..fidelity import FidelityRow, standard_candidates
@@ -133,6 +134,33 @@ def latency(
     if not json_only:
         _print_latency(terminal, rows)
     _finish(terminal, "latency", model, rows)
+
+
+@app.command()
+def restore(
+    model: Model = None,
+    tokens: Annotated[str, typer.Option(help="Tokens of the context, comma separated.")] = "512,2048",
+    turn: Annotated[int, typer.Option(help="Tokens of the turn behind it.", min=1)] = 32,
+    repeats: Annotated[int, typer.Option(help="Timed rounds behind each median.", min=1)] = 5,
+    folder: Annotated[
+        Path | None,
+        typer.Option(help="Where files go, whose disk is measured.", show_default="the system's for temporary files"),
+    ] = None,
+    bits: Bits = 8,
+    group_size: GroupSize = 64,
+    cache_dir: CacheDir = None,
+    json_only: JsonOnly = False,
+) -> None:
+    """What a card costs to keep and to come back to, beside mlx-lm's prompt cache files and a re-prefill."""
+    terminal, lengths = Terminal(), parse_counts(tokens, "tokens")
+    quant = QuantSpec(bits, bits, group_size)
+    lm = load_model(model, cache_dir, terminal)
+    rows = bench_restore(
+        lm, tokens=lengths, turn_tokens=turn, repeats=repeats, quant=quant, folder=folder, note=terminal.note
+    )
+    if not json_only:
+        _print_restore(terminal, rows, quant)
+    _finish(terminal, "restore", model, rows)
 
 
 @app.command()
@@ -307,6 +335,42 @@ def _print_decode(terminal: Terminal, rows: list[DecodeRow], quant: QuantSpec) -
     for start in range(0, len(rows), 4):  # four columns keep within 80 characters
         part = rows[start : start + 4]
         _print_rows(terminal, title, ("agents", lambda row: str(row.agents)), part, lines)
+
+
+def _print_restore(terminal: Terminal, rows: list[RestoreRow], quant: QuantSpec) -> None:
+    def quantized(name: str, show: Callable[[Any], str]) -> Callable[[Any], str]:
+        return lambda row: _or_refused(getattr(row, name), show)
+
+    packed = f"- mlx-lm, {quant.k_bits} bit"
+    lines: list[Line] = [
+        ("card, on disk", lambda row: format_bytes(row.card_bytes)),
+        ("- of packed bytes", lambda row: f"{row.card_ratio:.4f}"),
+        ("- mlx-lm, full precision", lambda row: format_bytes(row.stock_file_bytes)),
+        (packed, quantized("stock_quantized_file_bytes", format_bytes)),
+        ("save, to the disk", lambda row: format_seconds(row.save_seconds)),
+        ("- mlx-lm, full precision", lambda row: format_seconds(row.stock_save_seconds)),
+        ("- the same, to the disk", lambda row: format_seconds(row.stock_synced_save_seconds)),
+        (packed, quantized("stock_quantized_save_seconds", format_seconds)),
+        ("- the same, to the disk", quantized("stock_quantized_synced_save_seconds", format_seconds)),
+        ("load, every byte verified", lambda row: format_seconds(row.load_seconds)),
+        ("- mlx-lm, full precision", lambda row: format_seconds(row.stock_load_seconds)),
+        (packed, quantized("stock_quantized_load_seconds", format_seconds)),
+        ("verify alone", lambda row: format_seconds(row.verify_seconds)),
+        ("save + load / mlx-lm, full", lambda row: f"{row.ratio:.2f}"),
+        ("- its save to the disk", lambda row: f"{row.synced_ratio:.2f}"),
+        ("- a byte", lambda row: f"{row.per_byte_ratio:.2f}"),
+        ("- a byte, to the disk", lambda row: f"{row.synced_per_byte_ratio:.2f}"),
+        (f"- a byte / {quant.k_bits} bit", quantized("quantized_per_byte_ratio", "{:.2f}".format)),
+        (
+            f"- a byte / {quant.k_bits} bit, to the disk",
+            quantized("quantized_synced_per_byte_ratio", "{:.2f}".format),
+        ),
+        ("first token: restored", lambda row: format_seconds(row.ttft_restore_seconds)),
+        ("- re-prefill (mlx-lm)", lambda row: format_seconds(row.ttft_reprefill_seconds)),
+        ("re-prefill / restored", lambda row: f"{row.reprefill_ratio:.1f}"),
+    ]
+    title = f"Cards, {quant}, then a turn of {rows[0].turn_tokens} tokens; logits are bit-equal"
+    _print_rows(terminal, title, ("tokens", lambda row: str(row.tokens)), rows, lines)
 
 
 def _print_latency(terminal: Terminal, rows: list[LatencyRow]) -> None:

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from .archive import export_card, import_card
 from .attention import QuantizedAttention, quantized_attention
 from .batch import AgentBatch, BatchEvent
 from .card import Card
@@ -58,6 +59,8 @@ __all__ = [
     "SharedSegment",
     "StreamChunk",
     "Task",
+    "export_card",
+    "import_card",
     "load",
     "quantized_attention",
     "restore",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -111,6 +113,33 @@ class StockCache:
 
     def decode(self, count: int) -> float:
         return self.timed(self._tokens[-1:], skip=1, count=count) / count
+
+
+class StockFile:
+    """mlx-lm's own file of `layers`."""
+
+    def __init__(self, layers: list[Any], path: Path):
+        self._layers, self._path = layers, path
+        self.save()
+        self.nbytes = path.stat().st_size
+
+    def save(self) -> float:
+        from mlx_lm.models.cache import save_prompt_cache
+
+        self._path.unlink(missing_ok=True)
+        return seconds(lambda: save_prompt_cache(str(self._path), self._layers))
+
+    def save_synced(self) -> float:
+        def sync() -> None:
+            with open(self._path, "rb+") as file:
+                os.fsync(file.fileno())
+
+        return self.save() + seconds(sync)
+
+    def load(self) -> float:
+        from mlx_lm.models.cache import load_prompt_cache
+
+        return seconds(lambda: mx.eval([it.state for it in load_prompt_cache(str(self._path)) if not it.empty()]))
 
 
 def written_out(layers: list[Any]) -> list[Any]:

@@ -13,13 +13,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from .chat import Message
+from .digest import DIGEST_BYTES, digest_bytes, digest_text, is_digest
 from .errors import CardCorruptError, CardFormatError, ContextLimitError, FingerprintMismatchError, InvalidValueError
-from .fingerprint import digest_bytes, digest_text
-from .quantize import DIGEST_BYTES
 from .spec import CacheSpec, Fingerprint, LayerSpec, QuantSpec, StateSpec
 
 FORMAT = 1
+MAX_CARD_BYTES = 1 << 28
+_WIDTHS = {2: "<u2", 4: "<u4", 8: "<i8"}
 
 
 @dataclass(frozen=True)
@@ -162,12 +165,8 @@ def _count(value: object) -> int:
     return value
 
 
-def is_digest(text: object) -> bool:
-    return isinstance(text, str) and len(text) == 2 * DIGEST_BYTES and set(text) <= set("0123456789abcdef")
-
-
 def _plain_segment(segment: CardSegment) -> dict[str, Any]:
-    return dataclasses.asdict(segment) | {"token_ids": _encode_ids(segment.token_ids)}
+    return vars(segment) | {"token_ids": _encode_ids(segment.token_ids)}
 
 
 def _plain_spec(spec: CacheSpec) -> dict[str, Any]:
@@ -193,22 +192,22 @@ def _encode_ids(ids: Sequence[int] | None) -> list[Any] | None:
     """[bytes for each, base64]: two bytes where they do, since a page of them is a large part of a card."""
     if ids is None:
         return None
-    width = next((width for width in (2, 4) if all(0 <= token < 1 << 8 * width for token in ids)), 8)
+    least, most = min(ids, default=0), max(ids, default=0)
+    width = next((width for width in (2, 4) if least >= 0 and most < 1 << 8 * width), 8)
     try:
-        data = b"".join(token.to_bytes(width, "little", signed=width == 8) for token in ids)
+        data = np.array(ids, _WIDTHS[width])
     except OverflowError as error:
-        raise InvalidValueError(f"[save_card] token_ids: expected less than 2**63, got {max(ids)}") from error
-    return [width, base64.b64encode(data).decode()]
+        raise InvalidValueError(f"[save_card] token_ids: expected less than 2**63, got {most}") from error
+    return [width, base64.b64encode(data.tobytes()).decode()]
 
 
 def _decode_ids(plain: list[Any] | None) -> tuple[int, ...] | None:
     if plain is None:
         return None
     width, data = plain[0], base64.b64decode(plain[1], validate=True)
-    if width not in (2, 4, 8) or len(data) % width:
+    if width not in _WIDTHS or len(data) % width:
         raise ValueError(f"token_ids: expected 2, 4 or 8 bytes for each, got {width!r}")
-    steps = range(0, len(data), width)
-    return tuple(int.from_bytes(data[i : i + width], "little", signed=width == 8) for i in steps)
+    return tuple(np.frombuffer(data, _WIDTHS[width]).tolist())
 
 
 # --- does it fit? -------------------------------------------------------------------------------------

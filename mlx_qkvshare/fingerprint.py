@@ -13,17 +13,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from .digest import DIGEST_BYTES, digest_text
+
 _BATCH_BYTES = 64 << 20
-_DIGEST_BYTES = 16
 _ROPE_WORDS = ("rope", "rotary", "head_dim", "max_position", "layer_types", "sliding_window", "attn_temperature")
-
-
-def digest_text(text: str) -> str:
-    return digest_bytes(text.encode("utf-8", "surrogatepass"))
-
-
-def digest_bytes(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).hexdigest()
 
 
 def _words(array: mx.array) -> mx.array:
@@ -44,7 +37,7 @@ def digest_arrays(arrays: Iterable[tuple[str, mx.array]]) -> str:
     This reads the weights once per sum at memory speed (0.1 s for 538 MB on two cores) and needs a few kB
     per tensor. It guards against mistakes, not against an adversary.
     """
-    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)  # of a few kB; manifests of converted models hold it
     pending: list[mx.array] = []
     pending_bytes = 0
 

@@ -11,9 +11,14 @@ from pathlib import Path
 
 
 def default_cache_dir() -> Path:
-    """The user's folder for converted models and for what was measured on this machine."""
+    """The user's folder for converted models, for what was measured on this machine, and for cards."""
     folder = "Library/Caches" if sys.platform == "darwin" else ".cache"
     return Path.home() / folder / "mlx_qkvshare"
+
+
+def default_store_dir() -> Path:
+    """The user's folder of cards."""
+    return default_cache_dir() / "cards"
 
 
 @contextlib.contextmanager

@@ -17,9 +17,10 @@ from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache,
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_adapters, load_model, load_tokenizer
 
+from .digest import digest_text
 from .download import build_from_wheel, cached_folder, hub_folder, hub_headers
 from .errors import InvalidValueError, ModelLoadError, UnsupportedModelError
-from .fingerprint import digest_arrays, digest_text, parameters, rope_digest, tokenizer_digest, weights_digest
+from .fingerprint import digest_arrays, parameters, rope_digest, tokenizer_digest, weights_digest
 from .folders import default_cache_dir
 from .gguf_cache import converted, is_whole, recorded_weights
 from .gguf_convert import convert

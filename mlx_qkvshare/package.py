@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from dataclasses import dataclass
 
 from .chat import Message
+from .digest import digest_text
 from .segment import SegmentView
 from .spec import Fingerprint, QuantSpec
 
@@ -70,4 +70,4 @@ class HandoffPackage:
     def checksum(self) -> str:
         """A digest over the segments' checksums: equal packages of equal bytes have equal ones."""
         text = ":".join(f"{span.checksum}/{span.length}" for span in self.spans)
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        return digest_text(text)

@@ -6,7 +6,6 @@ Letters: Hk KV heads, T tokens, D head dim, P padded dim, G group size, M rows o
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,10 +13,8 @@ from typing import Any, Literal
 import mlx.core as mx
 import numpy as np
 
+from .digest import digest_buffers
 from .spec import TensorPlan
-
-DIGEST_BYTES = 16
-
 
 Factors = Sequence[mx.array | None]
 """Of every layer's keys, [1, Hk, 1, D] or None: see `calibrate`."""
@@ -305,14 +302,11 @@ def join(tensors: Sequence[QuantizedTensor]) -> QuantizedTensor:
 
 def checksum(arrays: Iterable[mx.array]) -> str:
     """A digest of every byte, in order."""
-    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    for array in arrays:
-        digest.update(buffer_of(array))
-    return digest.hexdigest()
+    return digest_buffers([buffer_of(array) for array in arrays])
 
 
 def buffer_of(array: mx.array) -> memoryview:
-    """Its bytes as they are in memory, not copied."""
+    """Its bytes as they are in memory, not copied: what is written to them is in the array."""
     # bfloat16 has no buffer protocol; any 2-byte view shows the same bytes
     plain = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
-    return np.array(plain, copy=False).data
+    return np.array(plain, copy=False).reshape(-1).view(np.uint8).data

@@ -11,40 +11,38 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, BinaryIO, NamedTuple
 
 import mlx.core as mx
-import numpy as np
 
+from .digest import at_once, digest_buffer, digest_bytes, digest_region, joined
 from .errors import CardCorruptError, CardFormatError, IntegrityError
-from .fingerprint import digest_bytes
-from .quantize import DIGEST_BYTES, QuantizedTensor, buffer_of, checksum
+from .quantize import QuantizedTensor, buffer_of, checksum
 from .segment import LayerState, SharedSegment
 from .spec import QuantSpec
 
 FORMAT = 1
 _MAX_HEADER_BYTES = 100_000_000  # as safetensors itself has it
-_CHUNK_BYTES = 1 << 22
-_DTYPES: dict[str, tuple[mx.Dtype, Any]] = {
-    "BOOL": (mx.bool_, np.bool_),
-    "U8": (mx.uint8, np.uint8),
-    "I8": (mx.int8, np.int8),
-    "U16": (mx.uint16, np.uint16),
-    "I16": (mx.int16, np.int16),
-    "U32": (mx.uint32, np.uint32),
-    "I32": (mx.int32, np.int32),
-    "U64": (mx.uint64, np.uint64),
-    "I64": (mx.int64, np.int64),
-    "F16": (mx.float16, np.float16),
-    "BF16": (mx.bfloat16, np.uint16),
-    "F32": (mx.float32, np.float32),
+_DTYPES: dict[str, mx.Dtype] = {
+    "BOOL": mx.bool_,
+    "U8": mx.uint8,
+    "I8": mx.int8,
+    "U16": mx.uint16,
+    "I16": mx.int16,
+    "U32": mx.uint32,
+    "I32": mx.int32,
+    "U64": mx.uint64,
+    "I64": mx.int64,
+    "F16": mx.float16,
+    "BF16": mx.bfloat16,
+    "F32": mx.float32,
 }
-DTYPE_NAMES = {dtype: name for name, (dtype, _) in _DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class TensorEntry(NamedTuple):
@@ -56,7 +54,7 @@ class TensorEntry(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * _DTYPES[self.dtype][0].size
+        return math.prod(self.shape) * _DTYPES[self.dtype].size
 
 
 @dataclass(frozen=True)
@@ -165,22 +163,24 @@ def _plain_tensor(tensor: QuantizedTensor, centres: dict[int, int]) -> list[Any]
 
 def write_segment(file: BinaryIO, header: SegmentHeader, arrays: Sequence[mx.array]) -> None:
     """Raises `OSError`, and `IntegrityError` where the arrays are not what was sealed."""
-    file.write(header.encoded)
-    for group, expected in _halves(arrays, header):
-        digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
-        for array in group:
-            if array.size:
-                data = buffer_of(array).cast("B")
-                digest.update(data)
-                file.write(data)
-        if expected is not None and digest.hexdigest() != expected:
-            raise IntegrityError(f"[save_card] checksum: expected {expected} as sealed, got {digest.hexdigest()}")
+    buffers = [buffer_of(array) for array in arrays]
+
+    def write() -> bytes:
+        file.writelines((header.encoded, *buffers))
+        return b""
+
+    tasks: list[Callable[[], bytes]] = [write, *(partial(digest_buffer, buffer) for buffer in buffers)]
+    _, *digests = at_once(tasks, header.nbytes)
+    for expected, found in _checksums(header, digests):
+        if found != expected:
+            raise IntegrityError(f"[save_card] checksum: expected {expected} as sealed, got {found}")
 
 
-def _halves(items: Sequence[Any], header: SegmentHeader) -> Iterator[tuple[Sequence[Any], str | None]]:
-    """What each of the two digests is of, and that digest."""
-    yield items[: header.num_base], header.checksum
-    yield items[header.num_base :], header.residual_checksum
+def _checksums(header: SegmentHeader, digests: Sequence[bytes]) -> Iterator[tuple[str, str]]:
+    """What each half of the file should have, and what it has by the digests of its arrays."""
+    yield header.checksum, joined(digests[: header.num_base])
+    if header.residual_checksum is not None:
+        yield header.residual_checksum, joined(digests[header.num_base :])
 
 
 # --- in ----------------------------------------------------------------------------------------------
@@ -206,6 +206,7 @@ def read_header(file: BinaryIO, digest: str, num_bytes: int) -> SegmentHeader:
     return header
 
 
+@functools.lru_cache(maxsize=256)
 def _parse(raw: bytes, digest: str) -> SegmentHeader:
     try:
         plain = json.loads(raw[8:])
@@ -227,47 +228,23 @@ def _parse(raw: bytes, digest: str) -> SegmentHeader:
 
 
 def read_arrays(file: BinaryIO, header: SegmentHeader) -> dict[str, mx.array]:
-    """Every array by its name, evaluated. Each is hashed as it is read. Raises `CardCorruptError`."""
-    found: dict[str, mx.array] = {}
-    for entries, expected in _halves(header.entries, header):
-        digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
-        for entry in entries:
-            dtype, stored = _DTYPES[entry.dtype]
-            rows = np.empty(entry.shape, stored)
-            if rows.size:
-                data = rows.data.cast("B")
-                _fill(file, data, header)
-                digest.update(data)
-            array = mx.array(rows)
-            found[entry.name] = array.view(dtype) if array.dtype != dtype else array
-            mx.eval(found[entry.name])
-        _require_digest(header, digest.hexdigest(), expected)
-    return found
+    """Every array by its name, evaluated. Each is hashed as it is read. Raises `CardCorruptError` and `OSError`."""
+    arrays = {entry.name: mx.zeros(entry.shape, _DTYPES[entry.dtype]) for entry in header.entries}
+    mx.eval(arrays)
+    _read(file, header, [buffer_of(array) for array in arrays.values()])  # into their own memory: nothing is copied
+    return arrays
 
 
 def verify_arrays(file: BinaryIO, header: SegmentHeader) -> None:
-    """Hash every byte and keep none. Raises `CardCorruptError`."""
-    chunk = memoryview(bytearray(_CHUNK_BYTES))
-    for entries, expected in _halves(header.entries, header):
-        digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
-        left = sum(entry.nbytes for entry in entries)
-        while left:
-            data = chunk[: min(left, _CHUNK_BYTES)]
-            _fill(file, data, header)
-            digest.update(data)
-            left -= len(data)
-        _require_digest(header, digest.hexdigest(), expected)
+    """Hash every byte and keep none. Raises as `read_arrays`."""
+    _read(file, header, [None] * len(header.entries))
 
 
-def _fill(file: BinaryIO, data: memoryview, header: SegmentHeader) -> None:
-    done = 0
-    while done < len(data):
-        count = file.readinto(data[done:])  # type: ignore[attr-defined]
-        if not count:
-            raise CardCorruptError(f"[segment {header.digest}] size: expected {header.file_bytes} bytes, got fewer")
-        done += count
-
-
-def _require_digest(header: SegmentHeader, found: str, expected: str | None) -> None:
-    if expected is not None and found != expected:
-        raise CardCorruptError(f"[segment {header.digest}] checksum: expected {expected}, got {found}")
+def _read(file: BinaryIO, header: SegmentHeader, targets: Sequence[memoryview | None]) -> None:
+    tasks, start = [], len(header.encoded)
+    for entry, target in zip(header.entries, targets, strict=True):
+        tasks.append(partial(digest_region, file.fileno(), start, entry.nbytes, target))
+        start += entry.nbytes
+    for expected, found in _checksums(header, at_once(tasks, header.nbytes)):
+        if found != expected:
+            raise CardCorruptError(f"[segment {header.digest}] checksum: expected {expected}, got {found}")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .digest import digest_text
 from .errors import InvalidValueError
 
 FULL_PRECISION_BITS = 16
@@ -135,8 +135,7 @@ class Fingerprint:
 
     @property
     def digest(self) -> str:
-        text = json.dumps(dataclasses.astuple(self))
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        return digest_text(json.dumps(dataclasses.astuple(self)))
 
     def first_difference(self, other: Fingerprint) -> str | None:
         """The name of the first field in which the two differ, or None."""

@@ -8,18 +8,18 @@ the system lets go of it when a process dies. So nothing goes while somebody is 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import secrets
-import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
 import mlx.core as mx
 
-from .card import Card, CardSegment, are_hidden, check_fit, decode, is_digest, tokens_digest
+from .card import MAX_CARD_BYTES, Card, CardSegment, are_hidden, check_fit, decode, tokens_digest
+from .digest import digest_text, is_digest
 from .errors import (
     CardCorruptError,
     CardError,
@@ -29,7 +29,6 @@ from .errors import (
     HandoffError,
     InvalidValueError,
 )
-from .fingerprint import digest_text
 from .folders import sync_folder, written_whole
 from .manager import SharedKVCacheManager
 from .package import HandoffPackage, Span
@@ -37,10 +36,10 @@ from .prefix import SharedPrefix
 from .segment import SegmentView
 from .segment_file import SegmentHeader, describe, read_arrays, read_header, verify_arrays, write_segment
 from .segment_layout import Layers, build_layers, check_factors_of, check_layout
+from .store_files import half_written, identity, locked, our_files, plain_file, removed
 from .table import SharedSlot
 from .versions import versions
 
-_MAX_CARD_BYTES = 1 << 28
 _CARD, _SEGMENT = ".json", ".safetensors"
 
 
@@ -77,6 +76,7 @@ class CardStore:
     def __init__(self, folder: str | os.PathLike[str]):
         self.folder = Path(folder)
         self._cards, self._segments = self.folder / "cards", self.folder / "segments"
+        self._kinds = ((self._cards, _CARD), (self._segments, _SEGMENT))
         self._verified: dict[str, tuple[int, int, int]] = {}  # segment -> inode, size and time when it was whole
         try:
             for path in (self.folder, self._cards, self._segments):
@@ -92,14 +92,24 @@ class CardStore:
 
     # --- looking: no model, no manager -------------------------------------------------------------
 
+    def look(self) -> tuple[list[Card], list[CardError]]:
+        """All cards, in the order of their names, and what is wrong with the files that cannot be read."""
+        cards, errors = [], []
+        with self._locked():
+            for path in our_files(self._cards, _CARD):
+                try:
+                    card = self._read_card(path)
+                    self._check_name(card, path)
+                    cards.append(card)
+                except FileNotFoundError:
+                    continue  # somebody has removed it
+                except CardError as error:
+                    errors.append(error)
+        return sorted(cards, key=lambda card: card.name), errors
+
     def names(self) -> list[str]:
         """Of all cards that can be read, in order."""
-        found = []
-        with self._locked():
-            for path in self._files(self._cards, _CARD):
-                with contextlib.suppress(CardError):
-                    found.append(self._read_card(path).name)
-        return sorted(found)
+        return [card.name for card in self.look()[0]]
 
     def inspect(self, name: str) -> Card:
         """What the card says. Raises `CardNotFoundError`, `CardCorruptError` or `CardFormatError`."""
@@ -109,18 +119,40 @@ class CardStore:
     def verify(self, name: str) -> Card:
         """Read every byte of the card and its segments. Raises as `inspect`."""
         with self._locked():
-            card = self._card(name)
-            for segment in card.segments:
-                with self._opened(segment, card) as (file, header):
-                    verify_arrays(file, header)
-            return card
+            return self._verified_card(name)
+
+    def _verified_card(self, name: str) -> Card:
+        card = self._card(name)
+        for segment in card.segments:
+            with self._opened(segment, card) as (file, header):
+                verify_arrays(file, header)
+        return card
 
     def stored_bytes(self, name: str) -> int:
-        """Of the card's file and of those that it names."""
+        """Of the card's file and of those that it names. Raises as `inspect`."""
         with self._locked():
             card = self._card(name)
             paths = {self._card_path(name), *(self._segment_path(it.digest) for it in card.segments)}
-            return sum(path.stat().st_size for path in paths)
+            try:
+                return sum(path.lstat().st_size for path in paths)
+            except OSError as error:
+                raise CardCorruptError(f"[card {name!r}] expected the files of its segments: {error}") from error
+
+    def saved_at(self, name: str) -> float:
+        """When the card was written, in seconds since the epoch."""
+        with self._locked():
+            self._card(name)
+            return self._card_path(name).stat().st_mtime
+
+    @contextlib.contextmanager
+    def reading(self, name: str) -> Iterator[tuple[Card, Callable[[CardSegment], AbstractContextManager[BinaryIO]]]]:
+        """The card, and what opens one of its segments' files, all of it verified; nothing of it goes meanwhile.
+
+        Raises as `inspect`.
+        """
+        with self._locked():
+            card = self._verified_card(name)
+            yield card, lambda segment: plain_file(self._segment_path(segment.digest))
 
     # --- out ---------------------------------------------------------------------------------------
 
@@ -170,8 +202,7 @@ class CardStore:
         if not self._is_whole(header.digest):
             with written_whole(path) as partial, open(partial, "wb") as file:
                 write_segment(file, header, arrays)
-                file.flush()
-            self._verified[header.digest] = _identity(path.stat())
+            self._verified[header.digest] = identity(path.stat())
         is_kept = keep_tokens and not are_hidden(segment.token_ids)
         return CardSegment(
             header.digest, parent, segment.start, view.length, segment.num_tokens,
@@ -182,14 +213,38 @@ class CardStore:
     def _is_whole(self, digest: str) -> bool:
         """Is this segment stored, as it must be? Its bytes are read once, and again when the file has changed."""
         try:
-            with self._open(self._segment_path(digest)) as file:
-                identity = _identity(os.fstat(file.fileno()))
-                if self._verified.get(digest) != identity:
-                    verify_arrays(file, read_header(file, digest, identity[1]))
-                    self._verified[digest] = identity
+            with plain_file(self._segment_path(digest)) as file:
+                status = os.fstat(file.fileno())
+                if self._verified.get(digest) != identity(status):
+                    verify_arrays(file, read_header(file, digest, status.st_size))
+                    self._verified[digest] = identity(status)
                 return True
         except (OSError, CardError):
             return False
+
+    def add(self, card: Card, copy: Callable[[CardSegment, BinaryIO], None], *, replace: bool = False) -> None:
+        """Keep `card`, of whose segments `copy(segment, file)` writes the files. All is verified before anything of it
+        has a name here, and after a failure the store is as it was. It holds the store alone.
+
+        Raises:
+            CardError: the name is taken, and not to be replaced.
+            CardCorruptError, CardFormatError: what was copied is not what the card says.
+            CardWriteError: no room, or no right to write.
+        """
+        path = self._card_path(card.name)
+        try:
+            with self._locked(alone=True), contextlib.ExitStack() as files:
+                if os.path.lexists(path) and not replace:
+                    raise CardError(f"[CardStore] {card.name!r}: expected a free name, got one that is taken")
+                files.enter_context(written_whole(path)).write_bytes(card.encoded())  # first in, last to get its name
+                for segment in {it.digest: it for it in card.segments}.values():
+                    partial = files.enter_context(written_whole(self._segment_path(segment.digest)))
+                    with open(partial, "wb") as file:
+                        copy(segment, file)
+                    with self._opened(segment, card, partial) as (whole, header):
+                        verify_arrays(whole, header)
+        except OSError as error:
+            raise CardWriteError(f"[CardStore] {card.name!r}: {error}; what was kept before is whole") from error
 
     # --- in ----------------------------------------------------------------------------------------
 
@@ -244,10 +299,12 @@ class CardStore:
             return build_layers(header, read_arrays(file, header), manager.spec, manager.key_factors)
 
     @contextlib.contextmanager
-    def _opened(self, segment: CardSegment, card: Card) -> Iterator[tuple[BinaryIO, SegmentHeader]]:
-        """A segment's file behind its header, which is what the card says."""
+    def _opened(
+        self, segment: CardSegment, card: Card, path: Path | None = None
+    ) -> Iterator[tuple[BinaryIO, SegmentHeader]]:
+        """A segment's file, behind its header, which is what the card says."""
         try:
-            with self._open(self._segment_path(segment.digest)) as file:
+            with plain_file(path or self._segment_path(segment.digest)) as file:
                 header = read_header(file, segment.digest, os.fstat(file.fileno()).st_size)
                 for field, found, expected in (
                     ("fingerprint", header.fingerprint, card.spec.fingerprint.digest),
@@ -269,20 +326,23 @@ class CardStore:
             card = self._read_card(path)
         except FileNotFoundError as error:
             raise CardNotFoundError(f"[CardStore] expected a card named {name!r}, got none") from error
-        if card.name != name:
-            raise CardCorruptError(f"[card {path.stem}] name: expected {name!r}, got {card.name!r}")
+        self._check_name(card, path)
         return card
+
+    def _check_name(self, card: Card, path: Path) -> None:
+        if self._card_path(card.name) != path:
+            raise CardCorruptError(f"[card {path.stem}] name: expected another than {card.name!r}")
 
     def _read_card(self, path: Path) -> Card:
         try:
-            with self._open(path) as file:
-                raw = file.read(_MAX_CARD_BYTES + 1)
+            with plain_file(path) as file:
+                raw = file.read(MAX_CARD_BYTES + 1)
         except FileNotFoundError:
             raise
         except OSError as error:
             raise CardCorruptError(f"[card {path.stem}] expected a file to read: {error}") from error
-        if len(raw) > _MAX_CARD_BYTES:
-            raise CardFormatError(f"[card {path.stem}] size: expected up to {_MAX_CARD_BYTES} bytes, got more")
+        if len(raw) > MAX_CARD_BYTES:
+            raise CardFormatError(f"[card {path.stem}] size: expected up to {MAX_CARD_BYTES} bytes, got more")
         return decode(raw, path.stem)
 
     # --- away --------------------------------------------------------------------------------------
@@ -307,11 +367,9 @@ class CardStore:
         with self._locked(alone=True):
             freed = self._sweep()
             named = {
-                segment.digest for path in self._files(self._cards, _CARD) for segment in self._read_card(path).segments
+                segment.digest for path in our_files(self._cards, _CARD) for segment in self._read_card(path).segments
             }
-            return freed + sum(
-                _removed(path) for path in self._files(self._segments, _SEGMENT) if path.stem not in named
-            )
+            return freed + sum(removed(path) for path in our_files(self._segments, _SEGMENT) if path.stem not in named)
 
     def sweep(self) -> int:
         """Remove what crashes left half-written; the bytes freed. It waits for who is writing or reading now."""
@@ -319,13 +377,7 @@ class CardStore:
             return self._sweep()
 
     def _sweep(self) -> int:
-        partial = [
-            path
-            for folder, suffix in ((self._cards, _CARD), (self._segments, _SEGMENT))
-            for path in folder.glob(f".*{suffix}")
-            if is_digest(path.name[1:].split(".")[0])
-        ]
-        return sum(_removed(path) for path in partial)
+        return sum(removed(path) for folder, suffix in self._kinds for path in half_written(folder, suffix))
 
     # --- files -------------------------------------------------------------------------------------
 
@@ -339,48 +391,13 @@ class CardStore:
         assert is_digest(digest), digest
         return self._segments / f"{digest}{_SEGMENT}"
 
-    def _files(self, folder: Path, suffix: str) -> list[Path]:
-        """Ours, that is those that are named by a digest."""
-        return sorted(path for path in folder.iterdir() if path.suffix == suffix and is_digest(path.stem))
-
-    @contextlib.contextmanager
-    def _open(self, path: Path) -> Iterator[BinaryIO]:
-        """A plain file, not a link or a pipe, to read."""
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(handle, "rb") as file:
-            if not stat.S_ISREG(os.fstat(handle).st_mode):
-                raise CardCorruptError(f"[CardStore] {path.name}: expected a plain file, got another kind")
-            yield file
-
     @contextlib.contextmanager
     def _locked(self, *, alone: bool = False) -> Iterator[None]:
-        try:
-            handle = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise CardError(f"[CardStore] {self.folder}: expected a folder to lock: {error}") from error
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        with locked(self.folder, alone=alone):
             yield
-        finally:
-            os.close(handle)  # which also lets go of the lock
 
 
 _SHARED_FIELDS = ("start", "num_tokens", "tokens_digest", "checksum", "residual_checksum", "nbytes")
-
-
-def _identity(status: os.stat_result) -> tuple[int, int, int]:
-    return status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def _removed(path: Path) -> int:
-    try:
-        size = path.lstat().st_size
-        path.unlink()
-    except FileNotFoundError:
-        return 0
-    except OSError as error:
-        raise CardWriteError(f"[CardStore] {path.name}: {error}") from error
-    return size
 
 
 def _package_of(card: Card, manager: SharedKVCacheManager, prefix: SharedPrefix) -> HandoffPackage:

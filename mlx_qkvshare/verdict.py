@@ -10,8 +10,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from .digest import digest_text
 from .errors import InvalidValueError, UnsafeQuantError
-from .fingerprint import digest_text
 from .folders import default_cache_dir, written_whole
 from .quantize import Factors
 from .spec import FULL_PRECISION_BITS, PRESETS, CacheSpec, LayerSpec, QuantSpec

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import platform
 
 
+@functools.cache  # reading them takes as long as hashing 7 MB
 def versions() -> dict[str, str]:
     names = ("mlx-qkvshare", "mlx", "mlx-lm", "numpy")
     found = {}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 from collections.abc import Iterator
 
 import pytest
+from store_work import python_path
 
 from mlx_qkvshare import verdict
 
@@ -16,3 +19,16 @@ def _no_verdicts_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterat
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verdict, "default_cache_dir", lambda: folder)
         yield
+
+
+@pytest.fixture(scope="module")
+def processes():
+    """Forks of one process that has the library imported and nothing computed."""
+    context, before = multiprocessing.get_context("forkserver"), os.environ.get("PYTHONPATH")
+    context.set_forkserver_preload(["store_work", "pytest"])
+    os.environ["PYTHONPATH"] = python_path()  # the server does not look where this process does
+    first = context.Process(target=print)
+    first.start()
+    first.join()
+    os.environ.pop("PYTHONPATH") if before is None else os.environ.update(PYTHONPATH=before)
+    return context

@@ -9,12 +9,16 @@ import mlx.core as mx
 import pytest
 from cli_run import run, save_tiny
 from core_helpers import K8V8, loaded
+from reference import T
 from test_windows import RECURRENT, SLIDING
 
 from mlx_qkvshare.bench import bench_handoff, bench_memory, prefill_peaks
 from mlx_qkvshare.bench_decode import bench_decode
+from mlx_qkvshare.bench_restore import RestoreRow, bench_restore
 from mlx_qkvshare.bench_stock import StockCache
+from mlx_qkvshare.errors import IntegrityError
 from mlx_qkvshare.measure import sample_tokens
+from mlx_qkvshare.segment_file import read_arrays
 
 KINDS = {"full": {}, "sliding": SLIDING, "recurrent": RECURRENT}
 TOKENS = 40  # beyond the window of 16
@@ -51,6 +55,43 @@ def test_decode_is_counted_for_every_kind(lm):
     assert (row.stock_quantized_tokens_per_second is None) == bool(lm.spec.windows)
 
 
+def test_restore_is_measured_for_every_kind(lm, tmp_path):
+    (row,) = bench_restore(lm, tokens=(TOKENS,), turn_tokens=4, repeats=1, quant=K8V8, folder=tmp_path)
+    assert (row.tokens, row.packed_bytes) == (TOKENS, K8V8.packed_bytes(lm.spec, TOKENS))
+    assert row.card_bytes > row.packed_bytes and row.stock_file_bytes > lm.spec.context_bytes(TOKENS)
+    quantized = {name: value for name, value in vars(row).items() if "quantized" in name}
+    assert {value is None for value in quantized.values()} == {bool(lm.spec.windows)}
+    assert all(value > 0 for value in vars(row).values() if value is not None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_restore_has_the_fields_that_are_promised():
+    promised = (
+        "tokens, card_bytes, packed_bytes, save_seconds, load_seconds, verify_seconds, ttft_restore_seconds, "
+        "ttft_reprefill_seconds, stock_save_seconds, stock_load_seconds, stock_file_bytes"
+    )
+    assert list(RestoreRow.__annotations__)[:11] == promised.split(", ")
+
+
+def test_restore_raises_where_logits_differ(monkeypatch):
+    """Every byte was verified, and then one is another: no checksum sees it, the logits do."""
+
+    def read(*args):
+        arrays = read_arrays(*args)
+        name = next(name for name in arrays if name.endswith("k.scales"))
+        return arrays | {name: arrays[name] * 1.001}
+
+    monkeypatch.setattr("mlx_qkvshare.store.read_arrays", read)
+    with pytest.raises(IntegrityError, match="logits"):
+        bench_restore(T, tokens=(TOKENS,), turn_tokens=4, repeats=1, quant=K8V8)
+
+
+def test_a_card_is_hardly_larger_than_what_it_holds(tmp_path):
+    """Its header and tokens are a few kB, so of a context of sensible size."""
+    (row,) = bench_restore(loaded(layers=4), tokens=(400,), turn_tokens=4, repeats=1, quant=K8V8, folder=tmp_path)
+    assert 1 < row.card_ratio <= 1.02
+
+
 def test_mlx_lms_cache_is_as_before_after_a_timed_run(lm):
     """A window that has moved cannot be cut: it must come back whole."""
     ids = sample_tokens(lm.tokenizer, TOKENS)
@@ -68,10 +109,11 @@ def test_peaks_of_every_kind(lm):
     assert 0 < prefill_peaks(lm, TOKENS)["layer_bytes"] <= TOKENS * lm.spec.private_token_bytes
 
 
-@pytest.mark.parametrize("command", ["memory", "handoff", "decode"])
+@pytest.mark.parametrize("command", ["memory", "handoff", "decode", "restore"])
 def test_the_command_says_that_mlx_lm_refuses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str) -> None:
     folder = save_tiny(tmp_path, **SLIDING)
-    options = {"memory": ["--agents", 1], "handoff": ["--repeats", 1, "--turn", 4], "decode": ["--agents", 1]}[command]
+    turn = ["--repeats", 1, "--turn", 4]
+    options = {"memory": ["--agents", 1], "handoff": turn, "decode": ["--agents", 1], "restore": turn}[command]
     if command == "decode":
         options += ["--repeats", 1, "--steps", 1]
     result = run(monkeypatch, "bench", command, "--model", folder, "--tokens", TOKENS, *options)
@@ -79,4 +121,4 @@ def test_the_command_says_that_mlx_lm_refuses(monkeypatch: pytest.MonkeyPatch, t
     table, line = result.out.rsplit("\n", 2)[:2]
     assert "refused" in table
     (row,) = json.loads(line)["results"]
-    assert [value for name, value in row.items() if "quantized" in name] == [None]
+    assert {value for name, value in row.items() if "quantized" in name} == {None}

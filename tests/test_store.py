@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import multiprocessing
 import os
 import pickle
 import random
@@ -14,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import mlx.core as mx
@@ -22,13 +22,26 @@ import pytest
 import store_work
 from reference import FULL, T, active_bytes, assert_consistent, assert_warm_is_cold, decode, pair, probe, some_ids
 from reference import store as store_rows
+from small_disk import run_on_small_disk
 from store_kinds import KINDS, NESTED, conversation, logits
-from store_work import SAFE, fill, make_manager, package_of, save, whole_number
+from store_work import (
+    LARGE,
+    LARGE_TOKENS,
+    SAFE,
+    fill,
+    make_manager,
+    number_in,
+    package_of,
+    python_path,
+    save,
+    whole_number,
+)
 from tiny import tiny_config, tiny_loaded
 
 from mlx_qkvshare import AgentSession, CardStore, HandoffCoordinator, QuantSpec, SharedKVCacheManager, restore
 from mlx_qkvshare.card import decode as decode_card
 from mlx_qkvshare.card import hidden_ids, tokens_digest
+from mlx_qkvshare.digest import digest_bytes
 from mlx_qkvshare.errors import (
     BudgetExceededError,
     CardCorruptError,
@@ -86,13 +99,9 @@ def restarted(tmp_path_factory):
         session.manager.save_card(store, kind, session)
         before[kind] = logits(session, model)
     subprocess.run(
-        [sys.executable, TESTS / "store_kinds.py", folder], check=True, env=os.environ | {"PYTHONPATH": path()}
+        [sys.executable, TESTS / "store_kinds.py", folder], check=True, env=os.environ | {"PYTHONPATH": python_path()}
     )
     return before, {kind: np.load(folder / f"{kind}.after.npy") for kind in KINDS}, store
-
-
-def path() -> str:
-    return os.pathsep.join(filter(None, [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH")]))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -736,19 +745,6 @@ def test_no_code_comes_from_a_file():
 # --- processes ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def processes():
-    """Forks of one process that has the library imported and nothing computed."""
-    context, before = multiprocessing.get_context("forkserver"), os.environ.get("PYTHONPATH")
-    context.set_forkserver_preload(["store_work", "pytest"])
-    os.environ["PYTHONPATH"] = path()  # the server does not look where this process does
-    first = context.Process(target=print)
-    first.start()
-    first.join()
-    os.environ.pop("PYTHONPATH") if before is None else os.environ.update(PYTHONPATH=before)
-    return context
-
-
 def test_b42_killed_at_any_moment_a_save_leaves_the_old_or_the_new(store, processes):
     rng, numbers, partial, source = random.Random(2), [], 0, CardStore(store.folder / "source")
     for number in (2, 1):
@@ -769,6 +765,71 @@ def test_b42_killed_at_any_moment_a_save_leaves_the_old_or_the_new(store, proces
     shutil.rmtree(source.folder)
     store.gc()
     assert len(files(store)) == 2 and whole_number(store) == numbers[-1]
+
+
+@pytest.mark.slow
+def test_b42_killed_over_a_large_card_the_load_gives_the_old_or_the_new(tmp_path, processes):
+    """50 kills, spread over the time that a save takes, of more than 100 MB: after each all is whole, and no other file
+    was touched."""
+    store, sources = CardStore(tmp_path / "store"), CardStore(tmp_path / "sources")
+    manager, rng, numbers, partial = make_manager(**LARGE), random.Random(3), [], 0
+    for number in (2, 1):
+        save(manager, sources, number, LARGE_TOKENS, name=str(number))
+    save(manager, store, 1, LARGE_TOKENS)
+    save(make_manager(), store, 3, LONG, name="bystander")
+    assert store.inspect("card").packed_bytes >= 100e6
+
+    def child():
+        is_ready, is_done = processes.Event(), processes.Event()
+        started = processes.Process(
+            target=store_work.save_the_other, args=(str(store.folder), str(sources.folder), is_ready, is_done)
+        )
+        started.start()
+        assert is_ready.wait(60)
+        return started, is_done
+
+    def duration() -> float:
+        saver, is_done = child()
+        begun = time.perf_counter()
+        assert is_done.wait(60)
+        took = time.perf_counter() - begun
+        saver.kill()
+        saver.join()
+        store.gc()
+        return took
+
+    longest = max(duration() for _ in range(3))
+    for number in range(50):
+        before, old = digests(store), number_in(store.inspect("card"))
+        saver, _ = child()
+        time.sleep((number + rng.random()) / 50 * longest)
+        saver.kill()
+        saver.join()
+        assert saver.exitcode == -9
+        after = digests(store)
+        changed = {path for path in before if after.get(path) != before[path]}
+        assert changed <= {store._card_path("card")}, "the old segment, too, and the other card are as they were"
+        partial += bool(store_work.leftovers(store.folder))
+        now = whole_number(store, **LARGE)
+        assert bool(changed) == (now != old)
+        numbers.append(now != old)
+        store.sweep()
+        assert not store_work.leftovers(store.folder)
+        store.gc()
+        assert len(files(store)) == 4 and store.verify("bystander").num_tokens == LONG
+    assert len(numbers) == 50 and {True, False} == set(numbers) and partial > 5, (sum(numbers), partial)
+    print(f"50 of 50 whole: {sum(numbers)} new, {partial} cut while they wrote; a save took {longest:.2f} s")
+
+
+def digests(store: CardStore) -> dict[Path, str]:
+    return {file: digest_bytes(file.read_bytes()) for file in files(store)}
+
+
+def test_b42_a_small_file_system_that_is_really_full_keeps_what_was_there(tmp_path):
+    (disk := tmp_path / "disk").mkdir()
+    command = [sys.executable, str(TESTS / "store_work.py"), str(disk)]
+    if reason := run_on_small_disk(disk, 4 << 20, command, env=os.environ | {"PYTHONPATH": python_path()}):
+        pytest.skip(f"no small file system can be made here: {reason}")
 
 
 def test_b42_a_full_disk_keeps_what_was_there(store, processes):

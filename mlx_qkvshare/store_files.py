@@ -1,0 +1,65 @@
+"""The files of a store: found, opened, locked and removed by nobody else's name than a digest's."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from .digest import is_digest
+from .errors import CardCorruptError, CardError, CardWriteError
+
+
+def our_files(folder: Path, suffix: str) -> list[Path]:
+    """Those that are named by a digest."""
+    return sorted(path for path in folder.iterdir() if path.suffix == suffix and is_digest(path.stem))
+
+
+def half_written(folder: Path, suffix: str) -> list[Path]:
+    """What `written_whole` left of them in a crash."""
+    return [path for path in folder.glob(f".*{suffix}") if is_digest(path.name[1:].split(".")[0])]
+
+
+@contextlib.contextmanager
+def plain_file(path: Path) -> Iterator[BinaryIO]:
+    """A plain file, not a link or a pipe, to read. Raises `OSError` and `CardCorruptError`."""
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(handle, "rb") as file:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise CardCorruptError(f"[CardStore] {path.name}: expected a plain file, got another kind")
+        yield file
+
+
+@contextlib.contextmanager
+def locked(folder: Path, *, alone: bool = False) -> Iterator[None]:
+    """Hold the folder's lock, together with others or alone. Raises `CardError`."""
+    try:
+        handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise CardError(f"[CardStore] {folder}: expected a folder to lock: {error}") from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(handle)  # which also lets go of the lock
+
+
+def identity(status: os.stat_result) -> tuple[int, int, int]:
+    """Inode, size and time: another one is another content."""
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def removed(path: Path) -> int:
+    """The bytes that went; 0 where others were faster. Raises `CardWriteError`."""
+    try:
+        size = path.lstat().st_size
+        path.unlink()
+    except FileNotFoundError:
+        return 0
+    except OSError as error:
+        raise CardWriteError(f"[CardStore] {path.name}: {error}") from error
+    return size
