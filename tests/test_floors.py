@@ -74,6 +74,7 @@ FLOORS = {
     "doctor": 6.55,
     "bench": 6.5,
     "bench_decode": 6.55,
+    "bench_prefill": 6.55,
     "bench_attention": 6.55,
     "bench_latency": 6.55,
     "bench_restore": 6.55,

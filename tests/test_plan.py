@@ -21,13 +21,14 @@ from tiny import RECURRENT, SLIDING, tiny_config, tiny_loaded, tiny_model
 
 from mlx_qkvshare import LoadedModel, QuantSpec, load
 from mlx_qkvshare import plan as plan_module
-from mlx_qkvshare.bench import bench_memory, prefill_peaks
+from mlx_qkvshare.bench import bench_memory
+from mlx_qkvshare.bench_prefill import prefill_and_seal
 from mlx_qkvshare.bench_stock import StockCache
 from mlx_qkvshare.download import hub_headers
 from mlx_qkvshare.errors import InvalidValueError, ModelLoadError, UnsupportedModelError
 from mlx_qkvshare.folders import default_cache_dir
 from mlx_qkvshare.headers import Header, write_headers
-from mlx_qkvshare.measure import live_bytes, sample_tokens
+from mlx_qkvshare.measure import live_bytes, peak_bytes, sample_tokens
 from mlx_qkvshare.model import Outline, outline
 from mlx_qkvshare.plan import plan, prefill_step, widths
 from mlx_qkvshare.spec import PRESETS, StateSpec
@@ -45,6 +46,11 @@ def outlined(**overrides) -> tuple[Outline, LoadedModel]:
 def planned(model: Outline, agents: int, shared: int, private: int, quant: QuantSpec = K8V8, available: int = 2**40):
     sizes = {"agents": agents, "shared_tokens": shared, "private_tokens": private}
     return plan(model, **sizes, quant=quant, available_bytes=available)
+
+
+def peak_of_prefill(lm: LoadedModel, num_tokens: int, quant: QuantSpec) -> int:
+    ids = sample_tokens(lm.tokenizer, num_tokens)
+    return peak_bytes(lambda: prefill_and_seal(lm, ids, quant))
 
 
 def assert_predicts(model: Outline, lm: LoadedModel, quant: QuantSpec, shape: tuple[int, int, int]):
@@ -76,7 +82,7 @@ def test_separate_caches_are_predicted():
 def test_the_peak_of_a_prefill_stays_below_the_bound_and_near_it(kind, quant):
     model, lm = outlined(**KINDS[kind])
     for tokens in (40, 300, 1000):
-        peak = prefill_peaks(lm, tokens, quant)["ours_peak_bytes"]
+        peak = peak_of_prefill(lm, tokens, quant)
         found = planned(model, 1, tokens, 16, quant)
         bound = found.prefill_peak_bytes - found.weights_bytes
         assert PEAK_SHARE * bound <= peak <= bound, (tokens, peak, bound)
@@ -85,7 +91,7 @@ def test_the_peak_of_a_prefill_stays_below_the_bound_and_near_it(kind, quant):
 def test_a_model_whose_last_layer_alone_sees_all_stays_below_the_bound():
     model, lm = outlined(**RECURRENT)
     found = planned(model, 1, 600, 16)
-    assert prefill_peaks(lm, 600, K8V8)["ours_peak_bytes"] <= found.prefill_peak_bytes - found.weights_bytes
+    assert peak_of_prefill(lm, 600, K8V8) <= found.prefill_peak_bytes - found.weights_bytes
 
 
 @pytest.mark.slow
@@ -100,7 +106,7 @@ def test_real_models_are_predicted(name):
         assert_predicts(model, lm, QuantSpec(), shape)
     assert_predicts(model, lm, QuantSpec.preset("tight"), (2, 300, 40))
     for tokens in (200, 1000):
-        peak, found = prefill_peaks(lm, tokens)["ours_peak_bytes"], planned(model, 1, tokens, 16, QuantSpec())
+        peak, found = peak_of_prefill(lm, tokens, QuantSpec()), planned(model, 1, tokens, 16, QuantSpec())
         bound = found.prefill_peak_bytes - found.weights_bytes
         assert PEAK_SHARE * bound <= peak <= bound, (tokens, peak, bound)
 
