@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +13,7 @@ import typer
 
 from .. import QuantSpec
 from ..bench import bench_handoff, bench_memory
-from ..bench_attention import AttentionShape, bench_attention, read_bandwidth, table_of
+from ..bench_attention import AttentionShape, bench_attention, crossovers, read_bandwidth, table_of
 from ..bench_decode import bench_decode
 from ..bench_latency import bench_latency
 from ..bench_prefill import bench_prefill
@@ -215,7 +215,7 @@ def attention(
         terminal.line(str(of_device(device_name())))
         return
     if not mx.metal.is_available():
-        terminal.note("no Metal device: the kernel is left out")
+        terminal.note("no Metal device: the fused kernel is left out")
     rows = bench_attention(
         AttentionShape(heads, kv_heads, head_dim),
         bits=parse_counts(bits, "bits"),
@@ -226,11 +226,14 @@ def attention(
         repeats=repeats,
         note=terminal.note,
     )
+    ceiling = read_bandwidth() / 1e9
     if not json_only:
-        print_attention(terminal, rows, read_bandwidth())
+        print_attention(terminal, rows, ceiling)
     if save:
         terminal.note(f"kept for {device_name()}: {table_of(rows).save()}")
-    _finish(terminal, "attention", f"one layer of {heads} heads, {kv_heads} KV heads, head dim {head_dim}", rows)
+    found = [dataclasses.asdict(crossover) for crossover in crossovers(rows)]
+    extra = {"ceiling_gigabytes_per_second": ceiling, "crossovers": found}
+    _finish(terminal, "attention", f"one layer of {heads} heads, {kv_heads} KV heads, head dim {head_dim}", rows, extra)
 
 
 @app.command()
@@ -276,6 +279,8 @@ def fidelity(
     _finish(terminal, "fidelity", model, rows)
 
 
-def _finish(terminal: Terminal, name: str, model: str | None, rows: Sequence[Any]) -> None:
+def _finish(
+    terminal: Terminal, name: str, model: str | None, rows: Sequence[Any], extra: Mapping[str, Any] | None = None
+) -> None:
     found = report(name, model or DEFAULT_MODEL, [dataclasses.asdict(row) for row in rows])
-    print(json.dumps(found), file=terminal.out.file)
+    print(json.dumps(found | dict(extra or {})), file=terminal.out.file)

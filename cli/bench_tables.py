@@ -7,7 +7,7 @@ from typing import Any
 
 from .. import QuantSpec
 from ..bench import HandoffRow, MemoryRow
-from ..bench_attention import AttentionRow
+from ..bench_attention import AttentionRow, crossovers
 from ..bench_decode import DecodeRow
 from ..bench_latency import LatencyRow
 from ..bench_prefill import PrefillRow
@@ -183,17 +183,31 @@ def print_fidelity(terminal: Terminal, rows: list[FidelityRow], texts: list[str]
     )
 
 
+_SHOWN = {"packed": "packed", "dequantize": "unpack", "kernel": "kernel", "full_precision": "full"}
+
+
 def print_attention(terminal: Terminal, rows: list[AttentionRow], ceiling: float) -> None:
-    _print_place(terminal, "Milliseconds of one layer's attention, and the route to take")
-    table = make_table(terminal, "L x N", "bits", "tokens", "packed", "unpack", "kernel", "full", "GB/s", "route")
-    for row in rows:
-        times = ["-" if value is None else f"{value:.3g}" for value in row.cold_milliseconds.values()]
-        speed = row.cold_gigabytes_per_second[row.route] or 0.0
-        shape = (f"{row.queries} x {row.sessions}", str(row.bits), str(row.tokens))
-        table.add_row(*shape, *times, f"{speed:.2f}", row.route)
-    terminal.out.print(table)
+    _print_place(terminal, "One layer's attention by every route, and the route to take")
+    for bits, tokens in dict.fromkeys((row.bits, row.tokens) for row in rows):
+        part = [row for row in rows if (row.bits, row.tokens) == (bits, tokens)]
+        for what, field in (("ms", "milliseconds"), ("GB/s", "gigabytes_per_second")):
+            terminal.line(f"{bits} bits, {tokens} tokens: {what}, cold / warm", style="bold")
+            _print_routes(terminal, part, field)
     terminal.line(
-        "L new tokens of each of N agents. unpack: dequantized for this call. full: never packed,\n"
-        "a copy for each agent. Memory is cold, as in a model; the JSON line has warm times, too.\n"
-        f"GB/s: what the route must read in that time; a plain copy moves {ceiling / 1e9:.1f} GB/s here."
+        "L new tokens of each of N agents. packed: decomposed, on the packed bytes. unpack: dequantized for\n"
+        "this call, then MLX's fused attention. full: never packed, a copy for each agent. Memory is cold in\n"
+        "a model, whose layers lie apart: by that goes the route to take. GB/s: what the route must read, in\n"
+        f"that time; a plain copy moves {ceiling:.1f} GB/s here.\n"
     )
+    terminal.line("Crossovers that the router should use (rows: new tokens or sessions x query heads of a KV head)")
+    for crossover in crossovers(rows):
+        terminal.line(f"- {crossover}")
+
+
+def _print_routes(terminal: Terminal, rows: Sequence[AttentionRow], field: str) -> None:
+    table = make_table(terminal, "L x N", *_SHOWN.values(), "to take")
+    for row in rows:
+        cold, warm = (getattr(row, f"{memory}_{field}") for memory in ("cold", "warm"))
+        cells = ["-" if cold[key] is None else f"{cold[key]:.2g} / {warm[key]:.2g}" for key in _SHOWN]
+        table.add_row(f"{row.queries} x {row.sessions}", *cells, _SHOWN[row.route])
+    terminal.out.print(table)

@@ -86,7 +86,7 @@ def bench_memory(
     for shared_tokens in tokens:
         shared = sample_tokens(lm.tokenizer, shared_tokens)
         note(f"{shared_tokens} shared tokens: ours")
-        ours = _ours_live(lm, shared, max(agents), private_tokens, quant)
+        ours = ours_live(lm, shared, max(agents), private_tokens, quant)
         note(f"{shared_tokens} shared tokens: mlx-lm LRUPromptCache, full precision")
         stock = _stock_live(lm, shared, max(agents), private_tokens)
         note(f"{shared_tokens} shared tokens: mlx-lm LRUPromptCache, {quant.k_bits} bits")
@@ -108,8 +108,8 @@ def _private_ids(lm: LoadedModel, index: int, count: int) -> list[int]:
     return sample_tokens(lm.tokenizer, count, skip=4000 + 100 * index)
 
 
-def _ours_live(lm: LoadedModel, shared: list[int], num_agents: int, private: int, quant: QuantSpec) -> list[int]:
-    """Live bytes with 0, 1, … agents, the shared prefix included."""
+def ours_live(lm: LoadedModel, shared: list[int], num_agents: int, private: int, quant: QuantSpec) -> list[int]:
+    """Live bytes with 0, 1, … agents of `private` tokens of their own each, the `shared` prefix included."""
     before = live_bytes()
     manager = SharedKVCacheManager(lm.spec, quant, **AS_ASKED)
     with AgentSession("prefill", lm, manager, prefill_step_tokens=PREFILL_STEP) as first:
