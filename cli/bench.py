@@ -27,6 +27,7 @@ from ..model import DEFAULT_MODEL
 from ..passages import TEXTS, copy_passage, passage, text_of
 from ..routes import device_name, of_device
 from ..spec import ITEM_BYTES
+from .bench_all import run_all
 from .bench_tables import (
     print_attention,
     print_decode,
@@ -41,6 +42,8 @@ from .options import CacheDir, GroupSize, Model, load_model, parse_counts
 from .terminal import Terminal
 
 app = typer.Typer(help="Measure on this machine, mlx-lm beside ours.", no_args_is_help=True, rich_markup_mode=None)
+
+app.command("all")(run_all)
 
 # One number, unlike the demo's: mlx-lm's quantized cache has no separate bits for K and V.
 Bits = Annotated[int, typer.Option(help="Bits of keys and values, both sides.")]

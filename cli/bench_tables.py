@@ -21,7 +21,7 @@ Line = tuple[str, Callable[[Any], str]]
 
 def _print_rows(terminal: Terminal, title: str, head: Line, rows: Sequence[Any], lines: list[Line]) -> None:
     """A column for each row of results, which keeps within 80 characters."""
-    _print_place(terminal, title)
+    print_place(terminal, title)
     name, show = head
     table = make_table(terminal, name, *map(show, rows))
     for name, show in lines:
@@ -34,7 +34,7 @@ def _or_refused(value: Any, show: Callable[[Any], str]) -> str:
     return "refused" if value is None else show(value)
 
 
-def _print_place(terminal: Terminal, title: str) -> None:
+def print_place(terminal: Terminal, title: str) -> None:
     place = ", ".join(f"{key} {value}" for key, value in (machine() | versions()).items())
     terminal.line(f"{title}\n{place}")
 
@@ -153,7 +153,7 @@ def print_prefill(terminal: Terminal, rows: list[PrefillRow], quant: QuantSpec) 
 
 
 def print_latency(terminal: Terminal, rows: list[LatencyRow]) -> None:
-    _print_place(terminal, f"Time between an agent's tokens while {rows[0].prompt_tokens} tokens are prefilled")
+    print_place(terminal, f"Time between an agent's tokens while {rows[0].prompt_tokens} tokens are prefilled")
     table = make_table(terminal, "prefill", "a step", "tokens", "median", "p95", "longest", "in all")
     for row in rows:
         size = "-" if row.step_tokens is None else str(row.step_tokens)
@@ -163,7 +163,7 @@ def print_latency(terminal: Terminal, rows: list[LatencyRow]) -> None:
 
 
 def print_fidelity(terminal: Terminal, rows: list[FidelityRow], texts: list[str], dtype: str) -> None:
-    _print_place(terminal, f"Full precision against packed prefixes, {dtype} caches; mean KL of {', '.join(texts)}")
+    print_place(terminal, f"Full precision against packed prefixes, {dtype} caches; mean KL of {', '.join(texts)}")
     table = make_table(terminal, "setting", "bits", "mean KL", "p99", "top-1", "perplexity, %", "recall")
     for row in rows:
         bits = f"{row.bits_per_value:.2f}"
@@ -187,7 +187,7 @@ _SHOWN = {"packed": "packed", "dequantize": "unpack", "kernel": "kernel", "full_
 
 
 def print_attention(terminal: Terminal, rows: list[AttentionRow], ceiling: float) -> None:
-    _print_place(terminal, "One layer's attention by every route, and the route to take")
+    print_place(terminal, "One layer's attention by every route, and the route to take")
     for bits, tokens in dict.fromkeys((row.bits, row.tokens) for row in rows):
         part = [row for row in rows if (row.bits, row.tokens) == (bits, tokens)]
         for what, field in (("ms", "milliseconds"), ("GB/s", "gigabytes_per_second")):

@@ -180,16 +180,22 @@ def widths(model: Outline) -> Widths:
     experts = int(config.get("num_experts_per_tok") or config.get("moe_topk") or config.get("top_k_experts") or 1)
     inner = [shape[-2] * (experts if len(shape) > 2 else 1) for shape in shapes if shape[-2] != vocabulary]
     hidden = next((int(config[name]) for name in ("hidden_size", "d_model", "n_embd", "dim") if name in config), 0)
-    kv_heads, head_dim = (max((getattr(it, name) for it in layers), default=0) for name in ("n_kv_heads", "k_head_dim"))
-    heads = next((int(config[name]) for name in ("num_attention_heads", "n_heads", "n_head") if config.get(name)), 0)
+    heads, head_dim = query_heads(model.spec, config), max((it.k_head_dim for it in layers), default=0)
     return Widths(
         hidden=hidden or max(inner),
-        num_heads=max(heads, kv_heads),
-        queries=max(heads, kv_heads) * head_dim,
+        num_heads=heads,
+        queries=heads * head_dim,
         keys_and_values=max((it.n_kv_heads * (it.k_head_dim + it.v_head_dim) for it in layers), default=0),
         inner=max(inner),
         vocabulary=vocabulary,
     )
+
+
+def query_heads(spec: CacheSpec, config: Mapping[str, Any]) -> int:
+    """Those of a layer, by the config; where it is silent as many as KV heads."""
+    known, names = _flat(config), ("num_attention_heads", "n_heads", "n_head")
+    heads = next((int(known[name]) for name in names if known.get(name)), 0)
+    return max([heads, *(it.n_kv_heads for it in spec.attention)])
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
