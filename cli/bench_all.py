@@ -14,7 +14,7 @@ import typer
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from .. import LoadedModel, QuantSpec
-from ..bench_all import SUITE, Bench, Headline, Sizes, headlines, suite
+from ..bench_all import Bench, Headline, Sizes, headlines, suite
 from ..bench_compare import BYTES_LIMIT, FORMAT, NOISE, Comparison, compare, read_results, worst_first
 from ..errors import InvalidValueError, QKVShareError
 from ..folders import written_whole
@@ -40,7 +40,7 @@ def run_all(
     agents: Annotated[str, typer.Option(help="Agents, comma separated.")] = "1,2,4,8",
     tokens: Annotated[
         str, typer.Option(help="Tokens prefilled, handed over, restored, comma separated.")
-    ] = "256,512,1024",
+    ] = "128,256,512",
     shared: Annotated[int, typer.Option(help="Tokens that agents decode on, and of the quality test.", min=64)] = 512,
     repeats: Annotated[int, typer.Option(help="Timed rounds behind each median.", min=1)] = 2,
     bits: Annotated[int, typer.Option(help="Bits of keys and values, both sides.")] = 8,
@@ -105,29 +105,20 @@ def _settings(sizes: Sizes) -> dict[str, Any]:
 @contextlib.contextmanager
 def _progress(terminal: Terminal, count: int) -> Iterator[tuple[Callable[[str], None], Callable[[str], None]]]:
     """A bar on a terminal, else a line for each step: begin a bench by its name, and note what it does."""
-    current = [""]
-
-    def show_line(text: str) -> None:
-        terminal.note(f"{current[0]}: {text}")
-
-    def begin_line(name: str) -> None:
-        current[0] = f"[{list(SUITE).index(name) + 1}/{len(SUITE)}] {name}"
-
+    begun: list[str] = []
     if not terminal.err.is_terminal or terminal.err.color_system is None:
-        yield begin_line, show_line
+        yield begun.append, lambda text: terminal.note(f"[{len(begun)}/{count}] {begun[-1]}: {text}")
         return
     columns = (BarColumn(20), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
-    with Progress(*columns, console=terminal.err, transient=True) as bar:
+    # Drawn when something begins, not by a thread of its own, which would be measured, too.
+    with Progress(*columns, console=terminal.err, transient=True, auto_refresh=False) as bar:
         task = bar.add_task("", total=count)
-        num_begun = 0
 
         def begin(name: str) -> None:
-            nonlocal num_begun
-            current[0] = name
-            bar.update(task, completed=num_begun, description=name)
-            num_begun += 1
+            bar.update(task, completed=len(begun), description=name, refresh=True)
+            begun.append(name)
 
-        yield begin, lambda text: bar.update(task, description=one_line(f"{current[0]}: {text}"))
+        yield begin, lambda text: bar.update(task, description=one_line(f"{begun[-1]}: {text}"), refresh=True)
 
 
 # --- what is shown --------------------------------------------------------------------------------

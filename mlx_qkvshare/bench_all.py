@@ -36,7 +36,7 @@ class Sizes:
     """
 
     agents: tuple[int, ...] = (1, 2, 4, 8)
-    tokens: tuple[int, ...] = (256, 512, 1024)
+    tokens: tuple[int, ...] = (128, 256, 512)
     shared_tokens: int = 512
     repeats: int = 2
     quant: QuantSpec = dataclasses.field(default_factory=QuantSpec)
@@ -53,7 +53,7 @@ def _handoff(lm: LoadedModel, sizes: Sizes, note: Note) -> dict[str, Any]:
 
 
 def _decode(lm: LoadedModel, sizes: Sizes, note: Note) -> dict[str, Any]:
-    options: dict[str, Any] = {"steps": 4, "repeats": sizes.repeats, "quant": sizes.quant, "note": note}
+    options: dict[str, Any] = {"steps": 3, "repeats": sizes.repeats, "quant": sizes.quant, "note": note}
     return _result(bench_decode(lm, agents=sizes.agents, tokens=(sizes.shared_tokens,), **options))
 
 

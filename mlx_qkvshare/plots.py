@@ -36,17 +36,17 @@ THEMES = {
 
 @dataclass(frozen=True)
 class Series:
-    """A line: its label, the name of its colour in a `Theme`, and its points; a dashed one is a bound."""
+    """A line: its label, the name of its colour in a `Theme`, and its points."""
 
     label: str
     colour: str
     points: tuple[tuple[float, float], ...]
-    is_dashed: bool = False
 
 
 @dataclass(frozen=True)
 class Plot:
-    """Lines over one pair of axes. `marks` are labels of points: (x, y, text)."""
+    """Lines over one pair of axes. `y_ticks`: where in each power of ten, written as `y_format`. `marks` are labels of
+    points: (x, y, text)."""
 
     name: str
     title: str
@@ -55,6 +55,8 @@ class Plot:
     series: tuple[Series, ...]
     x_log: bool = True
     y_log: bool = False
+    y_ticks: tuple[float, ...] = (1.0,)
+    y_format: str = "g"
     marks: tuple[tuple[float, float, str], ...] = ()
 
 
@@ -93,12 +95,10 @@ def plots(results: Mapping[str, Any]) -> list[Plot]:
     return found
 
 
-def _line(
-    label: str, colour: str, rows: Iterable[Mapping[str, Any]], x: str, y: str, unit: float = 1, **style: Any
-) -> Series:
+def _line(label: str, colour: str, rows: Iterable[Mapping[str, Any]], x: str, y: str, unit: float = 1) -> Series:
     """Points of the rows that have both; none where mlx-lm refused."""
     points = [(row[x], row[y] / unit) for row in rows if row[y] is not None]
-    return Series(label, colour, tuple(sorted(points)), **style)
+    return Series(label, colour, tuple(sorted(points)))
 
 
 def _lines(*series: Series) -> tuple[Series, ...]:
@@ -130,6 +130,7 @@ def _first_token(rows: Mapping[str, Any]) -> Plot:
         "tokens of context",
         "seconds",
         y_log=True,
+        y_ticks=(1.0, 2.0, 5.0),
         series=_lines(
             _line("ours, after a handoff", "ours", found, "tokens", "ttft_handoff_seconds"),
             _line("ours, from a card on disk", "other", rows.get("restore", ()), "tokens", "ttft_restore_seconds"),
@@ -183,6 +184,7 @@ def _quality(rows: Mapping[str, Any]) -> Plot:
         series=_lines(*series),
         x_log=False,
         y_log=True,
+        y_format=".0e",
         marks=tuple((x, y, f"{bits} bits") for bits, (x, y) in top.items()),
     )
 
@@ -199,13 +201,14 @@ def _draw(plot: Plot, theme_name: str, folder: Path) -> list[Path]:
         figure = Figure(figsize=_SIZE, facecolor=theme.page, layout="constrained")
         axes = figure.subplots()
         _draw_axes(axes, plot, theme)
-        for series in plot.series:
-            _draw_series(axes, series, theme)
-        for x, y, text in plot.marks:
-            style = {"xytext": (0, 7), "textcoords": "offset points", "ha": "center", "fontsize": 9}
-            axes.annotate(text, (x, y), color=theme.text, **style)
-        legend = axes.legend(frameon=False, labelcolor=theme.text, loc=_legend_place(plot), fontsize=9)
-        legend.set_zorder(3)
+        for index, series in enumerate(plot.series):
+            _draw_series(axes, series, theme, index)
+        for x, y, text in plot.marks:  # to the upper right, where no line of a falling curve is
+            place = {"xytext": (7, 5), "textcoords": "offset points", "fontsize": 9, "zorder": 6}
+            box = {"facecolor": theme.page, "edgecolor": "none", "pad": 1, "alpha": 0.8}
+            axes.annotate(text, (x, y), color=theme.text, bbox=box, **place)
+        # Below the axes, where it covers no line.
+        figure.legend(frameon=False, labelcolor=theme.text, loc="outside lower center", ncols=2, fontsize=9)
         for kind in FORMATS:
             path = folder / f"{plot.name}-{theme_name}.{kind}"
             metadata = {"Date": None} if kind == "svg" else None  # the same figures make the same file
@@ -215,11 +218,9 @@ def _draw(plot: Plot, theme_name: str, folder: Path) -> list[Path]:
     return paths
 
 
-def _legend_place(plot: Plot) -> str:
-    return "upper right" if plot.name == "quality" else "upper left"
-
-
 def _draw_axes(axes: Any, plot: Plot, theme: Theme) -> None:
+    from matplotlib.ticker import LogLocator, NullLocator
+
     axes.set_facecolor(theme.page)
     axes.set_title(plot.title, color=theme.text, loc="left", fontsize=11, pad=12)
     axes.set_xlabel(plot.x_label, color=theme.text)
@@ -237,20 +238,19 @@ def _draw_axes(axes: Any, plot: Plot, theme: Theme) -> None:
         axes.minorticks_off()
     if plot.y_log:
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=plot.y_ticks))
+        axes.yaxis.set_major_formatter(lambda value, position: format(value, plot.y_format))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.margins(y=0.12)
     else:
         axes.set_ylim(bottom=0)
 
 
-def _draw_series(axes: Any, series: Series, theme: Theme) -> None:
+_MARKERS = "osD^"
+
+
+def _draw_series(axes: Any, series: Series, theme: Theme, index: int) -> None:
+    """The first lies on top; shapes tell the series apart as well as colours."""
     xs, ys = zip(*series.points, strict=True)
-    style = "--" if series.is_dashed else "-"
-    axes.plot(
-        xs,
-        ys,
-        style,
-        marker="o",
-        markersize=4.5,
-        linewidth=1.8,
-        color=getattr(theme, series.colour),
-        label=series.label,
-    )
+    style = {"color": getattr(theme, series.colour), "marker": _MARKERS[index], "zorder": 5 - index / 10}
+    axes.plot(xs, ys, label=series.label, markersize=5 + index, linewidth=1.8, **style)
