@@ -4,32 +4,24 @@ from __future__ import annotations
 
 import functools
 import sys
-from dataclasses import dataclass
 from typing import Annotated
 
 import typer
 
 from .. import QKVShareError, __version__
-from . import cards
+from . import cards, teams
 from .terminal import Terminal
 
-
-@dataclass
-class _Settings:
-    debug: bool = False
-
-
-_settings = _Settings()
 # Plain help and plain tracebacks: typer's rich modes would read brackets in foreign text as markup.
 app = typer.Typer(
     name="qkvshare",
     help="Several LLM agents share one quantized KV cache: computed once, held once, handed over by reference.",
-    add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 app.add_typer(cards.app, name="cards")
+app.add_typer(teams.app, name="team")
 
 
 @functools.cache
@@ -40,10 +32,12 @@ def _add_commands_with_models() -> None:
     from .demo import demo
     from .doctor import doctor
     from .plan import plan
+    from .run import run
     from .serve import serve
 
     app.command()(demo)
     app.command()(chat)
+    app.command()(run)
     app.command()(doctor)
     app.command()(plan)
     app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
@@ -63,18 +57,18 @@ def options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    _settings.debug = debug
+    Terminal.shows_tracebacks = debug
 
 
 def main() -> None:
     """The `qkvshare` script. An error that the library or the system reports is one line and exit code 2."""
     terminal = Terminal()
-    if next((it for it in sys.argv[1:] if not it.startswith("-")), None) != "cards":
+    if next((it for it in sys.argv[1:] if not it.startswith("-")), None) not in ("cards", "team"):
         _add_commands_with_models()
     try:
         app(prog_name="qkvshare")
     except (QKVShareError, OSError) as error:
-        if _settings.debug:
+        if Terminal.shows_tracebacks:
             raise
         terminal.error(error)
         raise SystemExit(2) from None

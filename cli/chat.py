@@ -7,134 +7,107 @@ from typing import Annotated
 
 import typer
 
-from .. import LoadedModel, QKVShareError, Sampling, SharedKVCacheManager
+from .. import CardStore, LoadedModel, QKVShareError, SharedKVCacheManager
+from ..folders import default_cache_dir
 from ..model import DEFAULT_MODEL
 from ..spec import PRESETS
 from . import options
-from .conversation import AgentSpec, ChatSettings, Conversation
+from .commands import EndOfChat, ask, load, obey, save
+from .conversation import ChatSettings, Conversation
+from .interrupts import ends_by_signal
 from .lines import LineReader, clean
-from .panel import Panel
+from .team import Team
 from .terminal import Terminal, format_bytes
 
-DEFAULT_AGENTS = [
-    AgentSpec("planner", "You are the planner."),
-    AgentSpec("writer", "You are the writer."),
-]
-HELP = """/agent NAME  hand the conversation to another agent, by reference
-/stats       memory, segments, handoffs
-/new         forget the conversation
-/help        this text
-/quit        end (so does Ctrl-D; Ctrl-C stops a reply)
-//text       say a line that begins with a slash"""
+DEFAULT_AGENTS = ["planner:You are the planner.", "writer:You are the writer."]
 
 
-def banner(conversation: Conversation | Panel, model: LoadedModel, source: str | None) -> str:
+def banner(conversation: Conversation, model: LoadedModel, source: str | None) -> str:
     """The configuration that holds, read off the objects that apply it."""
-    manager, sampling = conversation.manager, conversation.settings.sampling
+    manager, asked = conversation.manager, conversation.settings.sampling
     plan = next(plan for plan in manager.plans if plan is not None)
     keys, values = plan.keys, plan.values
     groups = sorted({plan.group_size for plan in (keys, values) if plan.is_quantized})
     bits = f"K{keys.bits} V{values.bits}" + (f", groups of {' and '.join(map(str, groups))}" if groups else "")
     if manager.quant in PRESETS.values():
         bits = f"{bits} (preset {str(manager.quant).partition(' ')[0]})"
-    seed = "a fresh one" if sampling.seed is None else str(sampling.seed)
+    sampled = f"temperature {asked.get('temperature', 0):g}, seed {asked.get('seed', 'a fresh one')}"
+    if any(agent.sampling.keys() - asked.keys() for agent in conversation.agents.values()):
+        sampled += "; agents have their own"
     return "\n".join(
         [
             f"model        {source or DEFAULT_MODEL} ({model.spec.dtype})",
             f"cache bits   {bits}",
             f"budget       {manager.budget_bytes} bytes ({format_bytes(manager.budget_bytes)})",
             f"context      {conversation.max_context} tokens",
-            f"reply        up to {conversation.max_tokens} tokens, temperature {sampling.temperature:g}, seed {seed}",
+            f"reply        up to {conversation.max_tokens} tokens, {sampled}",
             f"agents       {', '.join(conversation.sessions)} ({conversation.who})",
             "/help lists the commands",
         ]
     )
 
 
-def obey(conversation: Conversation | Panel, line: str, terminal: Terminal) -> bool:
-    """Do what the command `line` says; False ends the chat."""
-    command, _, argument = line.partition(" ")
-    argument = argument.strip()
-    if command == "/quit":
-        return False
-    if command == "/help":
-        terminal.line(HELP if isinstance(conversation, Conversation) else HELP.partition("\n")[2])
-    elif command == "/stats":
-        pairs = conversation.stats()
-        width = max(len(name) for name, _ in pairs)
-        for name, value in pairs:
-            terminal.line(f"{name:{width}}  {value}")
-    elif command == "/new":
-        conversation.restart()
-        terminal.note("(a new conversation)")
-    elif command == "/agent" and argument:
-        record = conversation.switch(argument)
-        if record is None:
-            terminal.note(f"({argument} is speaking already)")
-        else:
-            terminal.note(
-                f"({record.receiver} goes on: {record.reused_tokens} tokens by reference, "
-                f"{record.bytes_copied} bytes copied, {1000 * record.handoff_seconds:.2f} ms)"
-            )
-    elif command == "/agent":
-        terminal.line(f"agents: {', '.join(conversation.sessions)}; {conversation.who}")
-    else:
-        terminal.error(f"no command {command}; /help lists them")
-    return True
-
-
-def talk(conversation: Conversation | Panel, terminal: Terminal) -> None:
-    """Read and answer until /quit, the end of the input, or Ctrl-C at the prompt."""
-    reader = LineReader(terminal)
+def talk(conversation: Conversation, reader: LineReader) -> None:
+    """Read and answer until /quit, the end of the input, or Ctrl-C twice at the prompt."""
+    terminal, is_leaving = conversation.terminal, False
     while True:
         try:
             line = reader.read(conversation.prompt)
+            is_leaving = False
         except KeyboardInterrupt:
-            line = None
+            if not reader.is_interactive:
+                raise
+            terminal.err.print()
+            if is_leaving:
+                return
+            terminal.note("(Ctrl-D or Ctrl-C again ends the chat)")
+            is_leaving = True
+            continue
         if line is None:
             if reader.is_interactive:
                 terminal.err.print()  # the shell's prompt starts on a line of its own
             return
-        if not line.strip():
-            continue
-        if not line.startswith("/"):
-            conversation.answer(line)
-        elif line.startswith("//"):
-            conversation.answer(line[1:])
-        elif not _try_to_obey(conversation, line.strip(), terminal):
-            return
+        if line.strip():
+            try:
+                _do(conversation, line)
+            except EndOfChat:
+                return
+            except KeyboardInterrupt:  # Ctrl-C twice, at work that ends all or nothing
+                terminal.note("(stopped)")
+            except (QKVShareError, OSError) as error:
+                if isinstance(error, BrokenPipeError):
+                    raise
+                terminal.error(error, conversation.advice(error))
 
 
-def _try_to_obey(conversation: Conversation | Panel, line: str, terminal: Terminal) -> bool:
-    try:
-        return obey(conversation, line, terminal)
-    except QKVShareError as error:
-        terminal.error(error)
-        return True
+def _do(conversation: Conversation, line: str) -> None:
+    if not line.startswith("/"):
+        ask(conversation, line)
+    elif line.startswith("//"):
+        ask(conversation, line[1:])
+    else:
+        obey(conversation, line.strip())
 
 
 def chat(
-    agent: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME[:ROLE]",
-            help="An agent and what it is told about its role. Repeat for more.",
-            show_default="planner and writer",
-        ),
-    ] = None,
+    agent: options.Agents = None,
+    team: options.TeamOption = None,
     system: Annotated[str | None, typer.Option(help="A system prompt for the whole conversation.")] = None,
     parallel: Annotated[bool, typer.Option("--parallel", help="Every agent answers, all at the same time.")] = False,
+    save_as: Annotated[
+        str | None, typer.Option("--save", metavar="NAME", help="Keep the conversation under NAME at the end.")
+    ] = None,
+    resume: Annotated[
+        str | None, typer.Option("--resume", metavar="NAME", help="Go on with a conversation that was kept.")
+    ] = None,
+    store: options.Store = None,
     model: options.Model = None,
     cache_dir: options.CacheDir = None,
     budget: options.Budget = "4G",
-    max_context: Annotated[
-        int | None, typer.Option(help="Tokens of the conversation.", show_default="the model's")
-    ] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of one reply.", show_default="256, at most half the context")
-    ] = None,
-    temperature: options.Temperature = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.", show_default="fresh")] = None,
+    max_context: options.MaxContext = None,
+    max_tokens: options.MaxTokens = None,
+    temperature: options.TeamTemperature = None,
+    seed: options.Seed = None,
     bits: options.Bits = None,
     preset: options.Preset = None,
     unsafe: options.Unsafe = False,
@@ -142,19 +115,34 @@ def chat(
     v_bits: options.VBits = None,
     group_size: options.GroupSize = 64,
 ) -> None:
-    """Talk with several agents that share one conversation and one cache."""
+    """Talk with several agents that share one conversation and one cache.
+
+    Exit codes: 0 when you end it, 2 for wrong options or a model that does not load, 143 after SIGTERM (with --save the
+    conversation is kept first).
+    """
     terminal = Terminal()
-    agents = [AgentSpec.parse(text) for text in agent] if agent else DEFAULT_AGENTS
+    folder = cache_dir or default_cache_dir()
+    members = options.find_team(agent, team, Team.of(DEFAULT_AGENTS))
     settings = ChatSettings(
-        sampling=Sampling(temperature=temperature, seed=seed),
+        sampling=options.sampling_asked_for(temperature, seed),
         system=clean(system)[0] if system else None,
         max_context=max_context,
         max_tokens=max_tokens,
+        store=store or folder / "cards",
     )
     quant, budget_bytes = options.quant_spec(bits, k_bits, v_bits, group_size, preset), options.parse_bytes(budget)
+    if save_as is not None or resume is not None:
+        CardStore(settings.store)  # a folder that cannot be used is told before anything is said
     loaded = options.load_model(model, cache_dir, terminal)
     manager = SharedKVCacheManager(loaded.spec, quant, budget_bytes=budget_bytes, allow_unsafe=unsafe)
-    make = Panel if parallel else Conversation
-    with contextlib.closing(make(agents, loaded, manager, settings, terminal)) as conversation:
+    conversation = Conversation(members, loaded, manager, settings, terminal, is_parallel=parallel)
+    with contextlib.closing(conversation), ends_by_signal():
+        if resume is not None:
+            load(conversation, resume)
         terminal.note(banner(conversation, loaded, model))
-        talk(conversation, terminal)
+        with contextlib.closing(LineReader(terminal, folder / "history")) as reader:
+            try:
+                talk(conversation, reader)
+            finally:
+                if save_as is not None:
+                    save(conversation, save_as)

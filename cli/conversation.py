@@ -2,188 +2,305 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+import dataclasses
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from .. import (
     AgentSession,
+    Card,
+    CardStore,
     HandoffCoordinator,
     HandoffRecord,
     LoadedModel,
     Message,
     QKVShareError,
-    Sampling,
+    Restored,
     SharedKVCacheManager,
+    restore,
 )
-from ..errors import ContextLimitError, InvalidValueError
-from .lines import clean
-from .terminal import Interrupts, ProgressLine, Terminal, format_bytes
+from ..errors import AccessError, ContextLimitError, InvalidValueError
+from ..policy import PUBLIC
+from .document import Document
+from .interrupts import Interrupts
+from .round import Voice, take_round
+from .team import AgentSpec, Team
+from .terminal import ProgressLine, Terminal, format_bytes
+from .turn import Turn, Usage, advice, describe_limits, take_turn
 
-
-@dataclass(frozen=True)
-class AgentSpec:
-    """An agent's name and its role prompt, as `--agent NAME[:ROLE]` gives them."""
-
-    name: str
-    role: str | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> AgentSpec:
-        name, _, role = (part.strip() for part in clean(text)[0].partition(":"))
-        if not name:
-            raise InvalidValueError(f"--agent: expected NAME or NAME:ROLE, got {text!r}")
-        return cls(name, role or None)
+_MOST_CHARACTERS_PER_TOKEN = 64  # of any text worth reading
 
 
 @dataclass(frozen=True)
 class ChatSettings:
-    """What the chat runs with. `max_context` and `max_tokens` are filled in by `resolve`: no None is left."""
+    """What the command was asked for, which wins over what a team says: `sampling` by the names of `Sampling`.
 
-    sampling: Sampling
+    `max_context` and `max_tokens`: None for what team and model allow. `store` is the folder for `/save` and `/load`;
+    `start_over` says what to do when the context is full.
+    """
+
+    sampling: Mapping[str, Any]
+    store: Path
     system: str | None = None
     max_context: int | None = None
     max_tokens: int | None = None
-
-    def resolve(self, model: LoadedModel) -> tuple[ChatSettings, int, int]:
-        """The settings with the limits that hold, and these two limits."""
-        context = model.spec.max_context_tokens if self.max_context is None else self.max_context
-        reply = min(256, max(1, context // 2)) if self.max_tokens is None else self.max_tokens
-        return replace(self, max_context=context, max_tokens=reply), context, reply
-
-
-def make_sessions(
-    agents: list[AgentSpec], model: LoadedModel, manager: SharedKVCacheManager, settings: ChatSettings
-) -> dict[str, AgentSession]:
-    """A session for every agent, by name. Raises `InvalidValueError` if two have one name."""
-    names = [agent.name for agent in agents]
-    if double := next((name for name in names if names.count(name) > 1), None):
-        raise InvalidValueError(f"--agent: expected different names, got {double!r} twice")
-    return {
-        agent.name: AgentSession(
-            agent.name, model, manager, role_prompt=agent.role, sampling=settings.sampling,
-            max_context_tokens=settings.max_context,
-        )
-        for agent in agents
-    }  # fmt: skip
-
-
-def advice(error: BaseException, max_tokens: int) -> str:
-    if isinstance(error, ContextLimitError):
-        return f"{error} ({max_tokens} of them for the reply); /new starts over"
-    return str(error)
-
-
-def shared_stats(manager: SharedKVCacheManager, records: Collection[HandoffRecord]) -> list[tuple[str, str]]:
-    """The part of `/stats` that is about memory and handoffs."""
-    stats = manager.stats()
-    used = f"{format_bytes(stats.used_bytes)} of {format_bytes(stats.budget_bytes)}"
-    return [
-        ("bytes in use", f"{used} ({format_bytes(stats.private_bytes)} private, not sealed yet)"),
-        ("segments", str(stats.num_segments)),
-        ("handoffs", str(len(records))),
-        ("bytes copied by handoffs", str(sum(record.bytes_copied for record in records))),
-        ("bytes handed over by reference", format_bytes(sum(record.bytes_referenced for record in records))),
-    ]
+    start_over: str = "/new starts over"
 
 
 class Conversation:
-    """A session per agent, of which one, `current`, holds the conversation."""
+    """A session for every agent, of which one, `current`, holds the conversation and speaks. A fork is an agent more,
+    with a branch of its own. When all agents are to answer the `floor`, a session without a role, holds it instead."""
 
     def __init__(
         self,
-        agents: list[AgentSpec],
+        team: Team,
         model: LoadedModel,
         manager: SharedKVCacheManager,
         settings: ChatSettings,
         terminal: Terminal,
+        *,
+        is_parallel: bool = False,
     ):
-        self.settings, self.max_context, self.max_tokens = settings.resolve(model)
-        self.manager, self.coordinator, self._terminal = manager, HandoffCoordinator(manager), terminal
-        self.sessions = make_sessions(agents, model, manager, self.settings)
-        self.current = next(iter(self.sessions.values()))
+        self.max_context, self.max_tokens = describe_limits(model, settings.max_context, settings.max_tokens)
+        self.settings, self.manager, self.terminal = settings, manager, terminal
+        self.coordinator = HandoffCoordinator(manager)
+        self.agents = {agent.name: agent for agent in team.agents}
+        self._model, self._system = model, settings.system or team.system
+        self.sessions = {name: self._session(agent) for name, agent in self.agents.items()}
+        self._floor = AgentSession("floor", model, manager, max_context_tokens=self.max_context)
+        self._voices: dict[str, AgentSession] = {}
+        self._lengths: dict[str, int] = {}  # tokens that a cache of its own would hold, for every agent that spoke
+        self.current = self._floor if is_parallel else next(iter(self.sessions.values()))
         self._open()
 
+    def _session(self, agent: AgentSpec) -> AgentSession:
+        asked = dict(self.settings.sampling)
+        if "seed" in asked and agent.name != next(iter(self.agents)):  # one seed, and yet draws of everybody's own
+            asked["seed"] = random.Random(f"{asked['seed']}/{agent.name}").getrandbits(32)
+        return AgentSession(
+            agent.name, self._model, self.manager, role_prompt=agent.role,
+            sampling=agent.sampling_with(asked), max_context_tokens=self.max_context, access=agent.access,
+        )  # fmt: skip
+
     def _open(self) -> None:
-        if self.settings.system:
-            self.current.messages.append(Message("system", self.settings.system))
+        if self._system:
+            self.current.messages.append(Message("system", self._system, domain=PUBLIC))
+
+    def close(self) -> None:
+        for session in (self._floor, *self.sessions.values(), *self._voices.values()):
+            session.close()
+
+    # --- who speaks --------------------------------------------------------------------------------
+
+    @property
+    def is_for_all(self) -> bool:
+        return self.current is self._floor
 
     @property
     def prompt(self) -> str:
-        return self.current.name
+        return "all" if self.is_for_all else self.current.name
 
     @property
     def who(self) -> str:
-        return f"speaking: {self.current.name}"
+        return "all at once" if self.is_for_all else f"speaking: {self.current.name}"
 
-    def restart(self) -> None:
-        """Forget all that was said."""
-        for session in self.sessions.values():
-            session.reset()
-        self._open()
+    def limit(self, name: str) -> int:
+        """Tokens of agent `name`'s longest reply."""
+        own = self.agents[name].max_tokens if name in self.agents else None
+        return self.max_tokens if own is None or self.settings.max_tokens is not None else own
 
-    def close(self) -> None:
-        for session in self.sessions.values():
-            session.close()
-
-    def switch(self, name: str) -> HandoffRecord | None:
-        """Hand the conversation to agent `name`; None if it has it already."""
-        receiver = self.sessions.get(name)
-        if receiver is None:
+    def find(self, name: str) -> AgentSession:
+        session = self.sessions.get(name)
+        if session is None:
             raise InvalidValueError(f"no agent {name!r}; there are: {', '.join(self.sessions)}")
+        return session
+
+    def switch(self, name: str, *, keeps_branch: bool = True) -> HandoffRecord | None:
+        """Let agent `name` speak: on its own branch if it has one, else it takes over what was said, by reference."""
+        return self._pass_to(self.find(name), keeps_branch=keeps_branch)
+
+    def switch_to_all(self) -> HandoffRecord | None:
+        """Let every agent answer from here on."""
+        return self._pass_to(self._floor, keeps_branch=False)
+
+    def _pass_to(self, receiver: AgentSession, *, keeps_branch: bool) -> HandoffRecord | None:
         if receiver is self.current:
             return None
-        record = self.coordinator.request_handoff(self.current, receiver)
+        has_branch = keeps_branch and bool(receiver.messages or receiver.num_tokens)
+        record = None if has_branch else self._hand_over(self.current, receiver)
         self.current = receiver
         return record
 
-    def answer(self, text: str) -> None:
-        """Stream the current agent's reply. Ctrl-C stops it; what was shown stays in the history."""
+    def _hand_over(self, sender: AgentSession, receiver: AgentSession) -> HandoffRecord:
+        """All of it; or what the receiver may read, and then the sender keeps its branch, which has the rest."""
+        try:
+            return self.coordinator.request_handoff(sender, receiver)
+        except AccessError:
+            return self.coordinator.request_handoff(sender, receiver, keep_sender=True, redact=True)
+
+    def hand_over(self, sender: str, receiver: str) -> HandoffRecord:
+        """Give what `sender` holds to `receiver`, in place of its own; if `sender` was speaking, it is silent now."""
+        giving, taking = self.find(sender), self.find(receiver)
+        if not giving.messages and not giving.num_tokens:
+            raise InvalidValueError(f"{sender} holds no conversation; /agents shows who does")
+        record = self._hand_over(giving, taking)
+        if self.current is giving:
+            self.current = taking
+        return record
+
+    def fork(self, name: str) -> None:
+        """Go on as a new agent `name`, a twin of the one who speaks, which keeps its own branch."""
+        if not name or name in self.sessions:
+            raise InvalidValueError(f"expected a new name, got {name!r}; there are: {', '.join(self.sessions)}")
+        source = self.agents.get(self.current.name)
+        self.sessions[name] = self.current.fork(name)
+        access = self.sessions[name].access
+        self.agents[name] = dataclasses.replace(source or AgentSpec(name), name=name, access=access)
+        self.current = self.sessions[name]
+
+    # --- what is said ------------------------------------------------------------------------------
+
+    def answer(self, text: str, *, is_labelled: bool = True) -> list[Turn]:
+        """Stream what the current agent, or everybody, answers. Ctrl-C stops it; what was shown stays in the history.
+
+        Whatever fails is shown, and in the turns; there are none if it failed before anybody's turn.
+        """
         with Interrupts() as interrupts:
             try:
-                note = self._reply(text, interrupts)
+                turns = (
+                    self._everybody(text, interrupts) if self.is_for_all else [self._one(text, interrupts, is_labelled)]
+                )
             except QKVShareError as error:
-                self._terminal.error(advice(error, self.max_tokens))
+                self.terminal.error(error, self.advice(error))
+                return []
+            except KeyboardInterrupt:
+                return [Turn("all", "", 0, 0.0, None, "interrupted")]
+        for turn in turns:
+            if turn.error is not None:
+                who = f"{turn.agent}: " if self.is_for_all else ""
+                self.terminal.error(turn.error, f"{who}{self.advice(turn.error)}")
+        return turns
+
+    def advice(self, error: BaseException) -> str:
+        return advice(error, self.max_tokens, self.settings.start_over)
+
+    def _one(self, text: str, interrupts: Interrupts, is_labelled: bool) -> Turn:
+        agent = self.agents[self.current.name]
+        colour = agent.colour if is_labelled else None
+        turn = take_turn(self.current, text, self.limit(agent.name), self.terminal, interrupts, colour)
+        if turn.num_tokens:
+            self._lengths[agent.name] = self.current.num_tokens
+        return turn
+
+    def _everybody(self, text: str, interrupts: Interrupts) -> list[Turn]:
+        # Sessions of their own, so that branches stay as they are.
+        for name, agent in self.agents.items():
+            if name not in self._voices:
+                self._voices[name] = self._session(agent)
+        voices = [Voice(self._voices[name], self.limit(name), it.colour) for name, it in self.agents.items()]
+        turns, records = take_round(self._floor, voices, text, self.terminal, interrupts)
+        self.coordinator.records.extend(records)
+        self._lengths |= {
+            turn.agent: turn.reused_tokens + turn.computed_tokens + turn.num_tokens for turn in turns if turn.num_tokens
+        }
+        return turns
+
+    def add(self, document: Document) -> tuple[int, int]:
+        """Let the current agent read `document` into the context, which all share; tokens computed, and held now.
+
+        Raises `ContextLimitError` before anything is computed if no reply would fit behind it, and
+        `KeyboardInterrupt` at Ctrl-C; the context is then as it was.
+        """
+        session, progress = self.current, ProgressLine(self.terminal)
+        self._require_room(document)
+        with Interrupts() as interrupts:
+
+            def prefilled(done: int, total: int) -> None:
+                progress(f"{document.name}: prefill", done, total)
+                interrupts.check()
+
+            try:
+                report = session.say(document.message, progress=prefilled)
+                session.seal()
+            finally:
+                progress.close()
+        return report.computed_tokens, session.num_tokens
+
+    def _require_room(self, document: Document) -> None:
+        needed, unit = len(document.text), "characters"
+        if needed <= _MOST_CHARACTERS_PER_TOKEN * self.max_context:  # beyond it tokens need not be counted
+            needed, unit = len(self.current.wanted_tokens(document.message)) + self.max_tokens, "positions"
+            if needed <= self.max_context:
                 return
-        if note:
-            self._terminal.note(note)
+        raise ContextLimitError(
+            f"[file {document.name}] needed {needed} {unit}, available {self.max_context} positions"
+        )
 
-    def _reply(self, text: str, interrupts: Interrupts) -> str:
-        """Show the reply; what there is to say about how it ended."""
-        terminal, progress, is_started, reason = self._terminal, ProgressLine(self._terminal), False, None
+    def take_back(self, num_turns: int) -> int:
+        """Forget the last questions, documents included, and their answers; the number of tokens forgotten."""
+        return self.current.take_back(num_turns)
 
-        def prefilled(done: int, total: int) -> None:
-            progress("prefill", done, total)
-            interrupts.check()
+    def restart(self) -> None:
+        """Forget all that was said."""
+        for session in (self._floor, *self.sessions.values()):
+            session.reset()
+        self._lengths.clear()
+        self._open()
 
-        stream = self.current.stream(text, max_tokens=self.max_tokens, progress=prefilled)
-        try:
-            with contextlib.closing(stream):
-                for chunk in stream:
-                    if not is_started:
-                        progress.close()
-                        terminal.label(self.current.name)
-                        is_started = True
-                    terminal.stream(chunk.text)
-                    reason = chunk.finish_reason
-                    if interrupts.is_set:
-                        break
-        except KeyboardInterrupt:  # during prefill, or Ctrl-C twice
-            pass
-        finally:
-            progress.close()
-            if is_started:
-                terminal.line()
-        if reason is None:
-            return f"(stopped; {'what was shown is kept' if is_started else 'the message was taken back'})"
-        return f"(cut after {self.max_tokens} tokens; --max-tokens allows more)" if reason == "length" else ""
+    # --- cards -------------------------------------------------------------------------------------
+
+    def save(self, name: str) -> Card:
+        """Keep the conversation under `name`. The first Ctrl-C waits until the card is whole."""
+        with Interrupts():
+            return self.manager.save_card(CardStore(self.settings.store), name, self.current)
+
+    def load(self, name: str) -> Restored:
+        """Go on with a kept conversation, in place of the present one; as the agent who spoke, if it is in the team."""
+        progress = ProgressLine(self.terminal)
+        store = CardStore(self.settings.store)
+        author = store.inspect(name).agent
+        receiver = self.current if self.is_for_all else self.sessions.get(author, self.current)
+        with Interrupts() as interrupts:
+
+            def prefilled(done: int, total: int) -> None:
+                progress(f"{name}: prefill", done, total)
+                interrupts.check()
+
+            try:
+                restored = restore(receiver, store, name, rebuild=True, progress=prefilled)
+            finally:
+                progress.close()
+            if receiver is not self.current:
+                self.current.reset()
+                self.current = receiver
+        self._lengths = {receiver.name: receiver.num_tokens} if receiver is not self._floor else {}
+        return restored
+
+    # --- figures -----------------------------------------------------------------------------------
+
+    def usage(self) -> Usage:
+        return Usage.of(self.manager, self.current.num_tokens, self.max_context, list(self._lengths.values()))
 
     def stats(self) -> list[tuple[str, str]]:
         """What `/stats` shows, as pairs."""
-        current = self.current
+        stats, records, usage = self.manager.stats(), self.coordinator.records, self.usage()
+        used = f"{format_bytes(stats.used_bytes)} of {format_bytes(stats.budget_bytes)}"
         return [
-            ("speaking", current.name),
+            ("speaking", self.prompt),
             ("agents", ", ".join(self.sessions)),
-            ("context", f"{current.num_tokens} of {self.max_context} tokens, {current.prefix.num_tokens} sealed"),
-            *shared_stats(self.manager, self.coordinator.records),
+            (
+                "context",
+                f"{usage.context_tokens} of {self.max_context} tokens, {self.current.prefix.num_tokens} sealed",
+            ),
+            ("bytes in use", f"{used} ({format_bytes(stats.private_bytes)} private, not sealed yet)"),
+            ("bytes held once", format_bytes(usage.held_bytes)),
+            ("apart, full precision", format_bytes(usage.separate_bytes)),
+            ("apart, quantized", format_bytes(usage.separate_quantized_bytes)),
+            ("segments", str(stats.num_segments)),
+            ("handoffs", str(len(records))),
+            ("bytes copied by handoffs", str(sum(record.bytes_copied for record in records))),
+            ("bytes handed over by reference", format_bytes(sum(record.bytes_referenced for record in records))),
         ]

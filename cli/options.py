@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import mlx.core as mx
 import typer
 
-from .. import LoadedModel, QuantSpec, load
+from .. import LoadedModel, QuantSpec, Sampling, load
 from ..errors import InvalidValueError
+from . import team as teams
+from .team import READY_TEAMS, Team
 from .terminal import ProgressLine, Terminal
 
 Model = Annotated[
@@ -47,6 +49,39 @@ DEFAULT_GROUP_SIZE = 64
 GroupSize = Annotated[int, typer.Option("--group-size", help="Values per scale: 32, 64 or 128.")]
 Temperature = Annotated[float, typer.Option("--temperature", help="0 takes the most likely token.")]
 
+Seed = Annotated[int | None, typer.Option("--seed", help="Makes sampling repeatable.", show_default="fresh")]
+MaxContext = Annotated[
+    int | None, typer.Option("--max-context", help="Tokens of the conversation.", show_default="the model's")
+]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option("--max-tokens", min=1, help="Tokens of one reply.", show_default="256, at most half the context"),
+]
+Store = Annotated[
+    Path | None, typer.Option("--store", help="The folder of kept conversations.", show_default="in the user's cache")
+]
+Agents = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--agent",
+        metavar="NAME[:ROLE]",
+        help="An agent and what it is told about its role. Repeat for more.",
+        show_default=False,
+    ),
+]
+TeamOption = Annotated[
+    str | None,
+    typer.Option(
+        "--team",
+        metavar="TEAM",
+        help=f"A team instead: {', '.join(READY_TEAMS)}, or a file as `qkvshare team init` writes it.",
+    ),
+]
+TeamTemperature = Annotated[
+    float | None,
+    typer.Option("--temperature", help="0 takes the most likely token.", show_default="what the team says, else 0"),
+]
+
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
@@ -65,6 +100,23 @@ def quant_spec(
         return preset
     both = 8 if bits is None else bits
     return QuantSpec(both if k_bits is None else k_bits, both if v_bits is None else v_bits, group_size)
+
+
+def sampling_asked_for(temperature: float | None, seed: int | None) -> dict[str, Any]:
+    """What was given of it, by the names of `Sampling`; checked before a model is loaded."""
+    given: dict[str, Any] = {"temperature": temperature, "seed": seed}
+    given = {name: value for name, value in given.items() if value is not None}
+    Sampling(**given)
+    return given
+
+
+def find_team(agents: list[str] | None, name: str | None, default: Team) -> Team:
+    """What --team names, or what --agent describes."""
+    if name is not None:
+        if agents:
+            raise InvalidValueError("--team: expected no --agent beside it")
+        return teams.find_team(name)
+    return Team.of(agents) if agents else default
 
 
 def parse_bytes(text: str, name: str = "budget") -> int:

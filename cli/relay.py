@@ -17,9 +17,10 @@ from .. import (
     Sampling,
     SharedKVCacheManager,
 )
+from .interrupts import Interrupts
 from .penalty import PenalizedSampler
 from .streams import show_together
-from .terminal import Interrupts, ProgressLine, Terminal
+from .terminal import ProgressLine, Terminal
 
 
 @dataclass(frozen=True)

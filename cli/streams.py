@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from rich.cells import cell_len
 from rich.text import Text
 
 from .. import AgentTask, QKVShareError
-from .terminal import Interrupts, Terminal, harmless, one_line
+from .interrupts import Interrupts
+from .terminal import Terminal, harmless, one_line, padded
 
 
 class LabelledStreams:
     """Holds every agent's text back until a line of it is whole, or fills the terminal's width."""
 
-    def __init__(self, terminal: Terminal, names: Sequence[str]):
-        self._terminal = terminal
-        self._pad = max(len(one_line(name)) for name in names)
+    def __init__(self, terminal: Terminal, names: Sequence[str], colours: Mapping[str, str] | None = None):
+        self._terminal, self._colours = terminal, colours or {}
+        self._pad = max(cell_len(one_line(name)) for name in names)
         self._begun = dict.fromkeys(names, "")
 
     def feed(self, name: str, text: str) -> None:
@@ -41,16 +43,21 @@ class LabelledStreams:
 
     def _show(self, name: str, lines: list[str]) -> None:
         for line in lines:
-            label = Text(f"{one_line(name):{self._pad}} | ", style="bold cyan")
+            label = Text(f"{padded(name, self._pad)} | ", style=f"bold {self._colours.get(name, 'cyan')}")
             self._terminal.out.print(label.append(line, style="not bold default"), soft_wrap=True)
 
 
-def show_together(tasks: Sequence[AgentTask], terminal: Terminal, interrupts: Interrupts) -> None:
+def show_together(
+    tasks: Sequence[AgentTask],
+    terminal: Terminal,
+    interrupts: Interrupts,
+    colours: Mapping[str, str] | None = None,
+) -> None:
     """Show the streams until all of them have ended; what a task failed with is in its `error()`.
 
     Ctrl-C cancels all of them.
     """
-    streams = LabelledStreams(terminal, [task.name for task in tasks])
+    streams = LabelledStreams(terminal, [task.name for task in tasks], colours)
 
     async def follow(task: AgentTask) -> None:
         with contextlib.suppress(QKVShareError):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import os
-import signal
 import sys
 import time
-from types import FrameType
-from typing import Any
+import traceback
+from typing import Any, ClassVar
 
 from rich import box
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -29,15 +30,34 @@ def one_line(text: str) -> str:
     return " ".join(harmless(text).split("\n"))
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise
+
+
 def _console(*, stderr: bool) -> Console:
     # Without a color system rich writes no escape code at all, bold included. Markup and emoji codes stay off
     # everywhere: "[/INST]" in a name or a reply is text.
     system: Any = None if os.environ.get("NO_COLOR") else "auto"
-    return Console(stderr=stderr, color_system=system, markup=False, emoji=False, highlight=False)
+    return _Console(stderr=stderr, color_system=system, markup=False, emoji=False, highlight=False)
+
+
+def padded(text: str, width: int) -> str:
+    """`text` as one line of `width` cells at least; a CJK character or an emoji takes two."""
+    text = one_line(text)
+    return text + " " * (width - cell_len(text))
+
+
+def cut_to(text: str, width: int) -> str:
+    """`text` as one line of `width` cells at most."""
+    text = one_line(text)
+    return text if cell_len(text) <= width else f"{set_cell_size(text, max(0, width - 3)).rstrip()}..."
 
 
 class Terminal:
     """Replies and results on stdout; banner, notices, progress and errors on stderr."""
+
+    shows_tracebacks: ClassVar[bool] = False
 
     def __init__(self) -> None:
         for stream in (sys.stdin, sys.stdout, sys.stderr):
@@ -45,9 +65,13 @@ class Terminal:
                 stream.reconfigure(errors="surrogateescape" if stream is sys.stdin else "backslashreplace")
         self.out, self.err = _console(stderr=False), _console(stderr=True)
 
-    def label(self, name: str) -> None:
+    def silence(self) -> None:
+        """Show no more replies: stdout is for one JSON object."""
+        self.out = Console(file=io.StringIO(), color_system=None, markup=False, emoji=False, highlight=False)
+
+    def label(self, name: str, colour: str = "cyan") -> None:
         """The name of the agent whose text is streamed next."""
-        self.out.print(Text(f"{one_line(name)}:", style="bold cyan"), end=" ", soft_wrap=True)
+        self.out.print(Text(f"{one_line(name)}:", style=f"bold {colour}"), end=" ", soft_wrap=True)
 
     def stream(self, text: str) -> None:
         """A piece of a reply, as it comes."""
@@ -55,13 +79,27 @@ class Terminal:
         self.out.file.flush()
 
     def line(self, text: str = "", style: str = "") -> None:
-        self.out.print(Text(harmless(text), style=style), soft_wrap=True)
+        self._show(self.out, Text(harmless(text), style=style))
+
+    def pairs(self, pairs: list[tuple[str, str]]) -> None:
+        """Names and values, one pair a line."""
+        width = max(cell_len(one_line(name)) for name, _ in pairs)
+        for name, value in pairs:
+            self.line(f"{padded(name, width)}  {value}")
 
     def note(self, text: str) -> None:
-        self.err.print(Text(harmless(text), style="dim"), soft_wrap=True)
+        self._show(self.err, Text(harmless(text), style="dim"))
 
-    def error(self, error: BaseException | str) -> None:
-        self.err.print(Text.assemble(("error: ", "bold red"), one_line(str(error))), soft_wrap=True)
+    def _show(self, console: Console, text: Text) -> None:
+        # A window wraps at words; in a file one line stays one line.
+        console.print(text, soft_wrap=not console.is_terminal)
+
+    def error(self, error: BaseException | str, text: str | None = None) -> None:
+        """One line: `text`, or what the error says of itself."""
+        if self.shows_tracebacks and isinstance(error, BaseException):
+            self.note("".join(traceback.format_exception(error)).rstrip())
+        said = one_line(text or str(error) or type(error).__name__)
+        self.err.print(Text.assemble(("error: ", "bold red"), said), soft_wrap=True)
 
 
 class ProgressLine:
@@ -78,7 +116,7 @@ class ProgressLine:
                 self._write(f"{one_line(what)}...\n")
         elif what != self._what or done == total or time.monotonic() - self._last > 0.1:
             self._last = time.monotonic()
-            self._rewrite(f"{one_line(what)} {100 * done // total}%" if total else one_line(what))
+            self._rewrite(self._bar(one_line(what), done, total) if total else one_line(what))
         self._what = what
 
     def close(self) -> None:
@@ -87,37 +125,21 @@ class ProgressLine:
             self._rewrite("")
             self._write("\r")
 
+    def _bar(self, what: str, done: int, total: int) -> str:
+        percent, room = 100 * done // total, min(30, self._err.width - cell_len(what) - 9)
+        if room < 8:  # a narrow window
+            return f"{what} {percent}%"
+        filled = room * done // total
+        return f"{what} [{'#' * filled}{'.' * (room - filled)}] {percent}%"
+
     def _rewrite(self, text: str) -> None:
-        text = text[: self._err.width - 1]
-        self._write("\r" + text.ljust(len(self._shown)))
+        text = set_cell_size(text, min(cell_len(text), self._err.width - 1))
+        self._write("\r" + text + " " * (cell_len(self._shown) - cell_len(text)))
         self._shown = text
 
     def _write(self, text: str) -> None:
         self._err.file.write(text)
         self._err.file.flush()
-
-
-class Interrupts:
-    """Within the block the first Ctrl-C only sets `is_set`, so that work stops between two tokens; a second raises."""
-
-    def __init__(self) -> None:
-        self.is_set = False
-
-    def __enter__(self) -> Interrupts:
-        self._before = signal.signal(signal.SIGINT, self._note)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        signal.signal(signal.SIGINT, self._before or signal.SIG_DFL)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.is_set:
-            raise KeyboardInterrupt
-        self.is_set = True
-
-    def check(self) -> None:
-        if self.is_set:
-            raise KeyboardInterrupt
 
 
 def make_table(terminal: Terminal, *columns: str) -> Table:

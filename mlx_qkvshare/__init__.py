@@ -12,6 +12,7 @@ from .handoff import HandoffCoordinator, HandoffRecord
 from .layer_cache import LayerCache
 from .manager import SharedKVCacheManager
 from .package import HandoffPackage
+from .policy import Access, AuditLog, Receipt, private
 from .prefix import SharedPrefix
 from .restore import Restored, restore
 from .routes import Route, RouteTable
@@ -21,6 +22,7 @@ from .scheduler import AgentScheduler
 from .segment import SegmentView, SharedSegment
 from .session import AgentSession, StreamChunk
 from .spec import CacheSpec, QuantSpec
+from .spill import SpillStore
 from .store import CardStore
 from .task import AgentTask, Priority, Task
 
@@ -30,10 +32,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Access",
     "AgentBatch",
     "AgentScheduler",
     "AgentSession",
     "AgentTask",
+    "AuditLog",
     "BatchEvent",
     "CacheSpec",
     "Card",
@@ -48,6 +52,7 @@ __all__ = [
     "QKVShareError",
     "QuantSpec",
     "QuantizedAttention",
+    "Receipt",
     "Restored",
     "Route",
     "RouteTable",
@@ -57,11 +62,13 @@ __all__ = [
     "SharedKVCacheManager",
     "SharedPrefix",
     "SharedSegment",
+    "SpillStore",
     "StreamChunk",
     "Task",
     "export_card",
     "import_card",
     "load",
+    "private",
     "quantized_attention",
     "restore",
 ]

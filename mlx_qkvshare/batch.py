@@ -13,7 +13,7 @@ import mlx.core as mx
 from .attention import QuantizedAttention, nan_error, quantized_attention
 from .batch_cache import BatchLayerCache, SegmentGroup, bytes_read
 from .context import Progress
-from .errors import InvalidValueError, QKVShareError, SessionClosedError, typed_error
+from .errors import InvalidValueError, QKVShareError, RevokedError, SessionClosedError, typed_error
 from .manager import SharedKVCacheManager
 from .session import AgentSession, StreamChunk, Turn
 from .state_cache import grouped
@@ -199,11 +199,13 @@ class AgentBatch:
         try:
             if members:
                 self._step(members)
-        except BaseException:
+        except BaseException as error:
             for member in members:
                 if member.session in self._members:
                     member.session._roll_back()
-            raise
+            if not isinstance(error, RevokedError):
+                raise
+            self._expel(members)  # whose context went in the middle of the step; the others take it again
         events, self._untold = self._untold, []
         return events
 
@@ -295,6 +297,7 @@ class AgentBatch:
             try:
                 if session._is_closed:
                     raise SessionClosedError(f"[AgentBatch] {session.name} was closed")
+                session.prefix.require_readable()
                 is_clean |= session._make_room(1, is_clean=is_clean)
             except QKVShareError as error:
                 self._fail(member, error)

@@ -15,10 +15,20 @@ from typing import Any
 
 import numpy as np
 
-from .chat import Message
+from .chat import Message, require_readable
 from .digest import DIGEST_BYTES, digest_bytes, digest_text, is_digest
-from .errors import CardCorruptError, CardFormatError, ContextLimitError, FingerprintMismatchError, InvalidValueError
+from .errors import (
+    AccessError,
+    CardCorruptError,
+    CardFormatError,
+    ContextLimitError,
+    FingerprintMismatchError,
+    InvalidValueError,
+)
+from .policy import Access
+from .segment import seal_keys
 from .spec import CacheSpec, Fingerprint, LayerSpec, QuantSpec, StateSpec
+from .table import Sealed
 
 FORMAT = 1
 MAX_CARD_BYTES = 1 << 28
@@ -39,7 +49,22 @@ class CardSegment:
     tokens_digest: str
     checksum: str
     residual_checksum: str | None
+    own_domains: tuple[str, ...]
+    domains: tuple[str, ...]
+    origins: tuple[str, ...]
     nbytes: int
+
+    @property
+    def sealed(self) -> Sealed:
+        return Sealed(
+            self.known_ids, self.checksum, self.residual_checksum,
+            frozenset(self.own_domains), frozenset(self.domains), self.origins,
+        )  # fmt: skip
+
+    @property
+    def keys(self) -> set[str]:
+        """See `seal_keys`."""
+        return seal_keys((self.checksum, *self.origins), self.own_domains, self.domains)
 
     @property
     def known_ids(self) -> tuple[int, ...]:
@@ -68,6 +93,26 @@ class Card:
         return sum(segment.length for segment in self.segments)
 
     @property
+    def digests(self) -> frozenset[str]:
+        """Those that name its segments' files."""
+        return frozenset(segment.digest for segment in self.segments)
+
+    @property
+    def domains(self) -> frozenset[str]:
+        """Of all its segments and messages."""
+        return frozenset(message.domain for message in self.messages).union(*(it.domains for it in self.segments))
+
+    def require_readable(self, access: Access) -> None:
+        """Raise `AccessError`, naming the span, unless `access` may read all of it."""
+        for segment in self.segments:
+            if not access.may_read(segment.domains):
+                raise AccessError(
+                    f"[card] tokens {segment.start} to {segment.start + segment.length}: expected one of the domains "
+                    f"{sorted(access.reads or ())}, got {list(segment.domains)}"
+                )
+        require_readable(self.messages, access)
+
+    @property
     def packed_bytes(self) -> int:
         """Of its segments in memory."""
         return sum(segment.nbytes for segment in self.segments)
@@ -87,7 +132,7 @@ class Card:
             "spec": _plain_spec(self.spec),
             "quant": dataclasses.asdict(self.quant),
             "segments": [_plain_segment(segment) for segment in self.segments],
-            "messages": [[m.role, m.content, m.author, _encode_ids(m.token_ids)] for m in self.messages],
+            "messages": [[m.role, m.content, m.author, _encode_ids(m.token_ids), m.domain] for m in self.messages],
         }
         return _dump({"format": FORMAT, "digest": _digest(card), "card": card})
 
@@ -129,8 +174,8 @@ def decode(raw: bytes, where: str) -> Card:
 
 
 def _parse(plain: dict[str, Any]) -> Card:
-    messages = [Message(role, text, author, _decode_ids(ids)) for role, text, author, ids in plain["messages"]]
-    segments = tuple(CardSegment(**(it | {"token_ids": _decode_ids(it["token_ids"])})) for it in plain["segments"])
+    messages = [Message(role, text, author, _decode_ids(ids), of) for role, text, author, ids, of in plain["messages"]]
+    segments = tuple(_parse_segment(it) for it in plain["segments"])
     stop = 0
     for segment in segments:
         _check_segment(segment, stop)
@@ -148,11 +193,20 @@ def _parse(plain: dict[str, Any]) -> Card:
     return Card(**(plain | parts))
 
 
+def _parse_segment(plain: dict[str, Any]) -> CardSegment:
+    lists = {name: tuple(plain[name]) for name in ("own_domains", "domains", "origins")}
+    return CardSegment(**(plain | lists | {"token_ids": _decode_ids(plain["token_ids"])}))
+
+
 def _check_segment(segment: CardSegment, start: int) -> None:
     ids = segment.token_ids
     counts = [_count(it) for it in (segment.start, segment.length, segment.num_tokens, segment.nbytes)]
     if segment.start != start or not 0 < segment.length <= segment.num_tokens or min(counts) < 0:
         raise ValueError(f"segment {segment.digest}: expected one from token {start}, got {counts}")
+    if not segment.own_domains or not set(segment.own_domains) <= set(segment.domains):
+        raise ValueError(
+            f"segment {segment.digest}: expected its domains, got {segment.own_domains}, {segment.domains}"
+        )
     if not is_digest(segment.digest) or not is_digest(segment.tokens_digest):
         raise ValueError(f"segment: expected digests, got {segment.digest!r} and {segment.tokens_digest!r}")
     if ids is not None and (len(ids) != segment.num_tokens or tokens_digest(ids) != segment.tokens_digest):

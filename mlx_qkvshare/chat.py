@@ -14,19 +14,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .errors import ChatTemplateError, InvalidValueError
+from .errors import AccessError, ChatTemplateError, InvalidValueError
+from .policy import TEAM, Access
 
 ROLES = ("system", "user", "assistant")
 
 
 @dataclass(frozen=True)
 class Message:
-    """One turn. `token_ids` are the generated ids of `content`, `author` the agent that spoke."""
+    """One turn. `token_ids` are the generated ids of `content`, `author` who spoke, `domain` who may read."""
 
     role: str
     content: str
     author: str | None = None
     token_ids: tuple[int, ...] | None = None
+    domain: str = TEAM
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
@@ -34,6 +36,16 @@ class Message:
         # Lone surrogates (undecodable terminal input) cannot be tokenized; U+FFFD stands for them.
         clean = self.content.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
         object.__setattr__(self, "content", clean)
+
+
+def require_readable(messages: Sequence[Message], access: Access) -> None:
+    """Raise `AccessError` unless `access` may read all that was said: it is computed again from the texts."""
+    for number, message in enumerate(messages):
+        if not access.may_read({message.domain}):
+            raise AccessError(
+                f"[handoff] message {number}: expected one of the domains {sorted(access.reads or ())}, "
+                f"got {message.domain!r}"
+            )
 
 
 class ChatFormat:

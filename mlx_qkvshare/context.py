@@ -26,6 +26,7 @@ from .errors import (
 from .guard import Looked
 from .layer_cache import LayerCache, tail_capacity
 from .manager import SharedKVCacheManager
+from .policy import TEAM_ACCESS, Access
 from .prefix import SharedPrefix
 from .sampling import Sampling
 from .segment import readable, truncate_views
@@ -72,6 +73,7 @@ class TokenContext:
         max_context_tokens: int | None = None,
         prefill_step_tokens: int = 512,
         attention: QuantizedAttention | None = None,
+        access: Access = TEAM_ACCESS,
     ):
         if (field := manager.spec.fingerprint.first_difference(model.spec.fingerprint)) is not None:
             raise FingerprintMismatchError(f"[AgentSession] {field}: the manager was made for another model")
@@ -95,11 +97,12 @@ class TokenContext:
         self._is_closed = False
         self._logits: mx.array | None = None  # of the last token, when its forward was the latest
         self._tail_ids: list[int] = []
-        self._stand_on(manager.get_shared_kv_cache(()))
+        self._stand_on(manager.get_shared_kv_cache((), access=access))
 
     def _stand_on(self, prefix: SharedPrefix) -> None:
         """Read `prefix`, with an empty tail."""
         self._prefix = prefix
+        self._tail_domains: frozenset[str] = frozenset()  # of tokens in the tail that were written elsewhere before
         self._caches = self.manager.make_caches(prefix, reads_base=self._attention.reads_base)
         self._leaves = leaves(self._caches)  # one for each layer, whatever lists the model takes them in
         self._tail_ids, self._logits = [], None
@@ -110,6 +113,11 @@ class TokenContext:
     def prefix(self) -> SharedPrefix:
         """The shared prefix that this session holds."""
         return self._prefix
+
+    @property
+    def access(self) -> Access:
+        """The domains that it may read, and the one that it writes into."""
+        return self._prefix.access
 
     @property
     def caches(self) -> list[LayerCache]:
@@ -136,26 +144,34 @@ class TokenContext:
 
     # --- prefill -----------------------------------------------------------------------------------
 
-    def _prefill(self, wanted: list[int], progress: Progress | None = None) -> PrefillReport:
-        """Hold exactly `wanted`: keep or find what there is of it, compute the rest."""
-        run_through(self._prefilling(wanted, progress))
-        return self.last_prefill
-
     def _prefilling(
-        self, wanted: list[int], progress: Progress | None = None, *, reserve: int = 0, is_budgeted: bool = False
+        self,
+        wanted: list[int],
+        progress: Progress | None = None,
+        *,
+        reserve: int = 0,
+        is_budgeted: bool = False,
+        domains: frozenset[str] = frozenset(),
     ) -> Prefilling:
-        """`_prefill` in steps, see `Prefilling`. `reserve` more tokens must fit, with `is_budgeted` in bytes, too."""
+        """Hold exactly `wanted`, in steps (see `Prefilling`): keep or find what there is of it, compute the rest.
+
+        `reserve` more tokens must fit, with `is_budgeted` in bytes, too. `domains` are those that any of `wanted` may
+        have been written into before; by tokens nothing of others is looked for.
+        """
         self._check_room(len(wanted) + reserve)
         held = self.token_ids
         shorter = min(len(held), len(wanted))
         common = next((i for i in range(shorter) if held[i] != wanted[i]), shorter)
         kept = self._reachable(common)
-        stored = self.manager.match_prefix(wanted, held_tokens=kept)
+        domains |= self._domains_of(kept, common)
+        findable = wanted if self.access.may_find(domains, ()) else ()
+        stored = self.manager.match_prefix(findable, held_tokens=kept, access=self.access)
         if stored.num_tokens > kept:
             self._adopt(stored)
         else:
             stored.release()
             self._rewind(len(held) - common)
+        self._tail_domains |= domains
         common = self.num_tokens
         try:
             self._make_room(len(wanted) - common, spare_tokens=reserve if is_budgeted else 0)
@@ -219,6 +235,7 @@ class TokenContext:
         if self._is_closed:  # between two steps of a stream
             raise SessionClosedError(f"[AgentSession {self.name}] expected an open session, got a closed one")
         self._logits = None
+        self._prefix.require_readable()  # a recurrent layer would not ask
         with quantized_attention(self._attention):
             return self._model.model(token_ids[None], cache=caches or self._caches)[0]
 
@@ -302,14 +319,21 @@ class TokenContext:
 
     def _seal(self, kind: str = DEFAULT_KIND) -> int:
         count = len(self._tail_ids)
-        self.manager.seal(self._prefix, self._leaves, self._tail_ids, look=self._look, kind=kind)
-        self._tail_ids, self._logits = [], None
+        self.manager.seal(
+            self._prefix, self._leaves, self._tail_ids, look=self._look, kind=kind, domains=self._tail_domains
+        )
+        self._tail_ids, self._logits, self._tail_domains = [], None, frozenset()
         for cache in self._leaves:
             cache.reset_tail()
         self._prefix.release_tail()
         if count:
             self.manager.compact(self._prefix)
         return count
+
+    def _domains_of(self, start: int, stop: int) -> frozenset[str]:
+        """Of the tokens from `start` to `stop`, which stay what they are when they are computed again."""
+        found = [view.segment.own_domains for view in self._prefix.views if view.start < stop and start < view.stop]
+        return frozenset().union(*found, self._tail_domains if stop > self._prefix.num_tokens else ())
 
     def _look(self, num_tokens: int) -> dict[int, Looked]:
         """What every layer's attention asks for the last `num_tokens` tokens of the tail, or fewer: they run once more
@@ -348,8 +372,10 @@ class TokenContext:
         num_missing = len(wanted) - self._reachable(len(wanted))
         if num_missing:
             self._prefix.reserve_tail(tail_capacity(num_missing))  # before anything is forgotten
+        domains = self._domains_of(len(wanted) - num_missing, len(wanted))
         self._rewind(num_tokens)
         if num_missing:
+            self._tail_domains |= domains
             self._make_room(num_missing)
             run_through(self._computing(wanted[self.num_tokens :]))
 
@@ -375,6 +401,7 @@ class TokenContext:
         if num_tokens <= len(self._tail_ids):
             del self._tail_ids[len(self._tail_ids) - num_tokens :]
         else:
+            self._tail_domains = frozenset()
             self._tail_ids.clear()  # first: an interrupt in between must not leave a tail behind a shorter prefix
             self._prefix.truncate(target)
 

@@ -53,6 +53,18 @@ class FingerprintMismatchError(HandoffError):
     """The package was made by another model, adapter, tokenizer or cache layout; names the field."""
 
 
+class AccessError(QKVShareError):
+    """A session may not read what it was to be given; names the span and its domain. Nothing was changed."""
+
+
+class RevokedError(AccessError):
+    """What the session held, or the card, was revoked. `reset` or another context lets the session go on."""
+
+
+class AuditError(QKVShareError):
+    """The audit log cannot be written."""
+
+
 class CardError(QKVShareError):
     """A card cannot be used as asked; manager and session are as they were."""
 

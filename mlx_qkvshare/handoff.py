@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import time
 from dataclasses import dataclass
 
 from .errors import FingerprintMismatchError, HandoffError, IntegrityError
 from .manager import SharedKVCacheManager
 from .package import HandoffPackage
+from .policy import EVERYTHING
 from .segment import SegmentView
 from .session import AgentSession
 
@@ -20,7 +22,8 @@ class HandoffRecord:
     """One handoff: bytes the receiver now reads, KV bytes copied for it, tokens it need not prefill.
 
     `handoff_seconds` covers validation, retain and release; `seal_seconds` the quantization of what the
-    sender had not sealed yet.
+    sender had not sealed yet. Where something was held back, `redacted_tokens` did not go over, and `computed_tokens`,
+    which had come behind them, were computed again, in `handoff_seconds`.
     """
 
     sender: str
@@ -31,6 +34,8 @@ class HandoffRecord:
     bytes_copied: int
     seal_seconds: float
     handoff_seconds: float
+    redacted_tokens: int = 0
+    computed_tokens: int = 0
 
 
 class HandoffCoordinator:
@@ -44,24 +49,41 @@ class HandoffCoordinator:
         self.records: collections.deque[HandoffRecord] = collections.deque(maxlen=_KEPT_RECORDS)
 
     def request_handoff(
-        self, sender: AgentSession, receiver: AgentSession, *, keep_sender: bool = False, verify: bool = False
+        self,
+        sender: AgentSession,
+        receiver: AgentSession,
+        *,
+        keep_sender: bool = False,
+        verify: bool = False,
+        redact: bool = False,
     ) -> HandoffRecord:
         """Give `receiver` the whole context of `sender`, in place of its own.
 
         The receiver retains every segment before the sender releases any, and no other call runs on the
         sender meanwhile. With `keep_sender` it goes on with the context as well; `verify` recomputes the
-        checksum of every packed byte first.
+        checksum of every packed byte first. With `redact` the receiver gets what it may read of a context that it may
+        not read whole, see `AgentSession.redacting`.
 
-        Raises `HandoffError` (or a subclass), `IntegrityError` when `verify` finds changed bytes, or
-        `SessionBusyError`: sender and receiver are as they were.
+        Raises `HandoffError` (or a subclass), `AccessError` that names what the receiver may not read, `IntegrityError`
+        when `verify` finds changed bytes, or `SessionBusyError`: sender and receiver are as they were.
         """
         if sender is receiver:
             raise HandoffError(f"[request_handoff] expected two sessions, got {sender.name!r} twice")
         started = time.perf_counter()
         with sender.handing_over(keep=keep_sender) as package:
             sealed = time.perf_counter()
-            copied = self._receive(package, receiver, verify)
-        return self._record(package, receiver, copied, sealed - started, time.perf_counter() - sealed)
+            seal_seconds = sealed - started
+            if not redact or package.is_readable(receiver.access):
+                copied = self._receive(package, receiver, verify)
+                return self._record(package, receiver, copied, seal_seconds, time.perf_counter() - sealed)
+            self.validate(package, verify=verify)
+            with receiver.redacting(package) as (part, report):
+                copied = self._receive(part, receiver, False)
+            held_back = sum(s.length for s in package.spans if not receiver.access.may_read(s.own_domains))
+            return self._record(
+                part, receiver, copied, seal_seconds, time.perf_counter() - sealed,
+                redacted_tokens=held_back, computed_tokens=report.computed_tokens,
+            )  # fmt: skip
 
     def deliver(self, package: HandoffPackage, receiver: AgentSession, *, verify: bool = False) -> HandoffRecord:
         """Validate `package` and let `receiver` take it. A package is delivered once."""
@@ -79,19 +101,31 @@ class HandoffCoordinator:
             return receiver.private_bytes + sum(array.nbytes for array in read if id(array) not in stored)
 
     def _record(
-        self, package: HandoffPackage, receiver: AgentSession, copied: int, seal_seconds: float, seconds: float
+        self,
+        package: HandoffPackage,
+        receiver: AgentSession,
+        copied: int,
+        seal_seconds: float,
+        seconds: float,
+        *,
+        redacted_tokens: int = 0,
+        computed_tokens: int = 0,
     ) -> HandoffRecord:
         record = HandoffRecord(
             sender=package.sender,
             receiver=receiver.name,
             sequence=package.sequence,
-            reused_tokens=package.num_tokens,
+            reused_tokens=package.num_tokens - computed_tokens,
             bytes_referenced=sum(span.nbytes for span in package.spans),
             bytes_copied=copied,
             seal_seconds=seal_seconds,
             handoff_seconds=seconds,
+            redacted_tokens=redacted_tokens,
+            computed_tokens=computed_tokens,
         )
         self.records.append(record)
+        slots = [span.slot for span in package.spans]
+        self.manager.note("handoff", sender_id=package.sender_id, slots=slots, **dataclasses.asdict(record))
         return record
 
     def validate(self, package: HandoffPackage, *, verify: bool = False) -> None:
@@ -120,7 +154,7 @@ class HandoffCoordinator:
             if span.start != stop or not 0 < span.length <= len(span.token_ids):
                 raise HandoffError(f"[validate] span: expected one from token {stop}, got {span.start}+{span.length}")
             stop = span.start + span.length
-        prefix = manager.get_shared_kv_cache(package.slots)
+        prefix = manager.get_shared_kv_cache(package.slots, access=EVERYTHING)
         try:
             if not _same_tokens(package, prefix.views):
                 raise HandoffError("[validate] token_ids: expected the stored segments' tokens, got others")

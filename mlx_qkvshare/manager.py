@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -19,17 +19,20 @@ import mlx.core as mx
 
 from .allocate import DEFAULT_KIND, KINDS
 from .errors import (
+    AccessError,
     BudgetExceededError,
     ContextLimitError,
     IntegrityError,
     InvalidValueError,
     NonFiniteError,
+    RevokedError,
     SessionClosedError,
 )
 from .guard import Guard, Looked, Raised
 from .integrity import check_table, require_equal
 from .layer_cache import ChunkLayerCache, LayerCache, WindowLayerCache
 from .packing import NOTHING, GuardReport, Packer, Source
+from .policy import EVERYTHING, TEAM_ACCESS, Access, AuditLog, Receipt
 from .prefix import Holding, SharedPrefix
 from .quantize import Factors
 from .segment import (
@@ -45,7 +48,7 @@ from .segment import (
 from .segment_layout import settled
 from .spec import CacheSpec, LayerSpec, QuantSpec, StateSpec
 from .state_cache import grouped, state_class
-from .table import Record, SegmentTable, SharedSlot, can_join
+from .table import Record, Sealed, SegmentTable, SharedSlot, can_join
 from .verdict import check_factors, choose
 
 _CACHES = {"full": LayerCache, "window": WindowLayerCache, "chunk": ChunkLayerCache}
@@ -53,17 +56,29 @@ DEFAULT_BUDGET_BYTES = 4 * 2**30
 _GUARD = Guard()
 _KEPT_RAISED = 256
 
-Standing = tuple[tuple[int, ...], int, str, str | None]
-Content = tuple[tuple[int, ...], int, tuple[LayerKV | LayerState, ...], str, str | None]
+Content = tuple[Sealed, int, tuple[LayerKV | LayerState, ...]]
 Saved = TypeVar("Saved", covariant=True)
 Loaded = TypeVar("Loaded", covariant=True)
 
 
-class CardKeeper(Protocol[Saved, Loaded]):
+class Revoking(Protocol):
+    def revoke(self, keys: Collection[str]) -> tuple[tuple[str, ...], int]: ...
+
+
+class CardKeeper(Revoking, Protocol[Saved, Loaded]):
     """Where cards are kept: a `CardStore`."""
 
     def save(self, manager: SharedKVCacheManager, name: str, source: Any, *, keep_tokens: bool = True) -> Saved: ...
     def load(self, manager: SharedKVCacheManager, name: str) -> Loaded: ...
+
+
+class Spill(Revoking, Protocol):
+    """Where evicted segments go, and come back from: a `SpillStore`. Neither fails for want of room or of a disk."""
+
+    def keep(self, manager: SharedKVCacheManager, views: Sequence[SegmentView]) -> bool: ...
+    def find(
+        self, manager: SharedKVCacheManager, token_ids: Sequence[int], access: Access, *, longer_than: int
+    ) -> SharedPrefix | None: ...
 
 
 @dataclass(frozen=True)
@@ -72,7 +87,7 @@ class ManagerStats:
 
     The guard tried `num_guarded_layers` layers as they were sealed (none where there is nothing to fear), found
     `worst_attention_error` in what it let pass, and gave more bits to `num_raised_layers`, the last of which are in
-    `raised`.
+    `raised`. Of the evictions `num_spilled` are kept on disk; `num_returned` times a match came back from there.
     """
 
     budget_bytes: int
@@ -87,6 +102,8 @@ class ManagerStats:
     num_misses: int
     reused_tokens: int
     num_evictions: int
+    num_spilled: int
+    num_returned: int
     num_compactions: int
     num_guarded_layers: int
     num_raised_layers: int
@@ -109,6 +126,8 @@ class SharedKVCacheManager:
         guard: raises the bits of layers whose attention a seal would damage, and says so in `stats()`; None for none.
         may_drop_residuals: of nested precision; what does not fit even after evicting then costs all segments their
             residuals (`drop_residuals`) before it is refused.
+        spill: keeps what is evicted, which comes back when a prompt begins like it; None to drop it.
+        audit: gets a line for every handoff, refusal and revocation.
 
     `id` tells its slots from another manager's. All methods may be called from any thread. Nothing is
     written to a segment after it is stored.
@@ -124,12 +143,15 @@ class SharedKVCacheManager:
         allow_unsafe: bool = False,
         guard: Guard | None = _GUARD,
         may_drop_residuals: bool = False,
+        spill: Spill | None = None,
+        audit: AuditLog | None = None,
     ):
         if not isinstance(budget_bytes, int) or budget_bytes <= 0:
             raise InvalidValueError(f"[SharedKVCacheManager] budget_bytes: expected an int > 0, got {budget_bytes!r}")
         self.spec, self.budget_bytes = spec, budget_bytes
         self.quant, factors = choose(spec, quant, key_factors, allow_unsafe=allow_unsafe)
         self.id, self.may_drop_residuals = secrets.token_hex(8), may_drop_residuals
+        self.spill, self.audit = spill, audit
         self._packer = Packer(spec, self.quant, [None] * len(spec.layers) if factors is None else factors, guard)
         check_factors(self._packer.factors, spec)
         self.plans = self._packer.plans
@@ -208,6 +230,8 @@ class SharedKVCacheManager:
         consume: bool = False,
         looked: Mapping[int, Looked] = NOTHING,
         kind: str = DEFAULT_KIND,
+        access: Access = TEAM_ACCESS,
+        domains: Collection[str] = (),
     ) -> SharedPrefix:
         """Quantize full-precision K/V once, freeze them in `slot`, and extend `prefix` (or a new one) by the segment.
 
@@ -219,6 +243,8 @@ class SharedKVCacheManager:
             looked: the queries of the last tokens by layer, with which the guard tries what was packed, and adaptive
                 precision sees which blocks matter.
             kind: what the tokens are, one of `allocate.KINDS`; adaptive precision gives some more bits than others.
+            access: of the new prefix where there is none; the segment is written into the prefix's domain.
+            domains: what some of the tokens were written into before, besides.
 
         Raises:
             NonFiniteError, InvalidValueError, BudgetExceededError (if the guard needs more than was allocated): the
@@ -241,11 +267,13 @@ class SharedKVCacheManager:
             source = Source(slot.slot, start, len(token_ids), prefix.views if prefix else (), looked, kind)
             report = GuardReport()
             packed = tuple(self._packer.pack(source, layers, report, consume=consume))
+            own = frozenset({(prefix.access if prefix else access).writes, *domains})
             segment = SharedSegment(
                 slot.slot, start, tuple(token_ids), packed, self.quant,
                 self.spec.fingerprint.digest, layers_checksum(packed), residuals_checksum(packed),
+                own, _inherited(prefix.views if prefix else ()) | own,
             )  # fmt: skip
-            return self._store(record, segment, prefix, report)
+            return self._store(record, segment, prefix or self._retained((), access), report)
         except BaseException:
             self.free_slot(slot)
             raise
@@ -258,12 +286,13 @@ class SharedKVCacheManager:
         *,
         look: Callable[[int], Mapping[int, Looked]] | None = None,
         kind: str = DEFAULT_KIND,
+        domains: Collection[str] = (),
     ) -> None:
         """Extend `prefix` by `token_ids`, whose rows are the private tails of `caches`, one for each layer: by what
         stands sealed already, or by a segment of those rows. The caches keep none of them, unless it fails before the
-        first layer is packed. `look(n)` tells what attention asks for the last n tokens; `kind` and what it is for:
-        `quantize_and_store`."""
-        if not token_ids or self.extend_if_sealed(prefix, token_ids):
+        first layer is packed. `look(n)` tells what attention asks for the last n tokens; `kind`, `domains` and what it
+        is for: `quantize_and_store`."""
+        if not token_ids or self.extend_if_sealed(prefix, token_ids, domains=domains):
             return
         _check_kind(kind)  # before anything is taken from the caches
         num_looked = self._packer.num_looked
@@ -271,18 +300,17 @@ class SharedKVCacheManager:
         slot = self.allocate_shared_slot(len(token_ids), replacing=prefix)
         layers: list[Any] = [cache.take_tail() for cache in caches]
         try:
-            self.quantize_and_store(slot, token_ids, layers, prefix=prefix, consume=True, looked=looked, kind=kind)
+            self.quantize_and_store(
+                slot, token_ids, layers, prefix=prefix, consume=True, looked=looked, kind=kind, domains=domains
+            )
         except BaseException:
             if all(layer is not None for layer in layers):  # nothing was consumed yet
                 for cache, tail in zip(caches, layers, strict=True):
                     cache.put_back(tail)
             raise
 
-    def _store(
-        self, record: Record, segment: SharedSegment, prefix: SharedPrefix | None, report: GuardReport
-    ) -> SharedPrefix:
+    def _store(self, record: Record, segment: SharedSegment, prefix: SharedPrefix, report: GuardReport) -> SharedPrefix:
         with self._locked():
-            prefix = prefix or self._retain(())
             self._check_held(prefix.holding)  # again: another thread may have closed it meanwhile
             # Allocated without the holder it is stored behind, a slot may have room for a beginning that is not here.
             record.slot = dataclasses.replace(record.slot, nbytes=segment.nbytes)
@@ -304,10 +332,13 @@ class SharedKVCacheManager:
                 f"[SharedKVCacheManager] needed {stop} positions, available {self.spec.max_context_tokens}"
             )
 
-    def get_shared_kv_cache(self, spans: Iterable[tuple[int, int]]) -> SharedPrefix:
-        """Retain the chain named by `spans` [(slot, length), …]. Raises `HandoffError` if a slot is gone or misfits."""
+    def get_shared_kv_cache(self, spans: Iterable[tuple[int, int]], *, access: Access = TEAM_ACCESS) -> SharedPrefix:
+        """Retain the chain named by `spans` [(slot, length), …], for who has `access`.
+
+        Raises `HandoffError` if a slot is gone or misfits, and `AccessError` for what may not be read.
+        """
         with self._locked():
-            return self._retain(self._table.resolve(spans))
+            return self._retain(self._table.resolve(spans), access)
 
     # --- cards -------------------------------------------------------------------------------------
 
@@ -325,22 +356,35 @@ class SharedKVCacheManager:
         """Of every layer: what keys are packed with here."""
         return tuple(self._packer.factors)
 
-    def standing(self, chain: Iterable[Standing]) -> SharedPrefix:
-        """Retain as much of the beginning of `chain`, [(token ids, length of the view, checksum, residual checksum),
-        …], as stands here: the same bytes, at the same place, behind the same segments."""
+    def standing(self, chain: Iterable[tuple[Sealed, int]]) -> SharedPrefix:
+        """Retain as much of the beginning of `chain`, [(seal, length of the view), …], as stands here: the same bytes
+        and domains, at the same place, behind the same segments."""
         with self._locked():
             views: tuple[SegmentView, ...] = ()
-            for token_ids, length, base, residual in chain:
-                segment = self._table.standing(views[-1] if views else None, token_ids, (base, residual))
+            for sealed, length in chain:
+                segment = self._table.standing(views[-1] if views else None, sealed)
                 if segment is None:
                     break
                 views = (*views, SegmentView(segment, length))
-            return self._retain(views)
+            return self._retain(views, EVERYTHING)
 
     def require_room(self, nbytes: int) -> None:
         """Raise `BudgetExceededError` unless `nbytes` are free or can be made free; nothing is evicted."""
         with self._locked():
             self._check_room(nbytes, "a card")
+
+    def make_room_for(self, chain: Iterable[tuple[Sealed, int, int]]) -> None:
+        """Evict what must go for the segments of `chain`, [(seal, length of the view, bytes), …], that do not stand
+        here. Raises `BudgetExceededError`."""
+        chain = list(chain)
+        prefix = self.standing((sealed, length) for sealed, length, _ in chain)
+        try:
+            needed = sum(nbytes for _, _, nbytes in chain[len(prefix.views) :])
+            with self._locked():
+                self._take(needed, "what comes back from disk")
+                self._free_bytes += needed
+        finally:
+            prefix.release()
 
     def reserve_slots(self, sizes: Sequence[tuple[int, int]]) -> list[SharedSlot]:
         """Slots for segments of [(tokens, bytes), …] that are there already: all of them, or `BudgetExceededError`."""
@@ -349,21 +393,22 @@ class SharedKVCacheManager:
             return [self._table.allocate(count, nbytes, nbytes) for count, nbytes in sizes]
 
     def link(self, prefix: SharedPrefix, slots: Sequence[SharedSlot], contents: Sequence[Content]) -> None:
-        """Extend `prefix` by sealed segments that were read from elsewhere, each behind the one before: [(token ids,
-        length of the view, layers, checksum, residual checksum), …]. What another thread linked meanwhile is taken."""
+        """Extend `prefix` by sealed segments that were read from elsewhere, each behind the one before: [(seal, length
+        of the view, layers), …]. What another thread linked meanwhile is taken."""
         with self._locked():
             self._check_held(prefix.holding)
             views = prefix.views
-            for slot, (token_ids, length, layers, base, residual) in zip(slots, contents, strict=True):
+            for slot, (sealed, length, layers) in zip(slots, contents, strict=True):
                 behind = views[-1] if views else None
-                segment = self._table.standing(behind, token_ids, (base, residual))
+                segment = self._table.standing(behind, sealed)
                 if segment is not None:
                     self.free_slot(slot)
                 else:
                     its_layers = settled(layers, slot.slot, behind.segment.layers if behind else None)
+                    start, fingerprint = behind.stop if behind else 0, self.spec.fingerprint.digest
                     segment = SharedSegment(
-                        slot.slot, behind.stop if behind else 0, token_ids, its_layers, self.quant,
-                        self.spec.fingerprint.digest, base, residual,
+                        slot=slot.slot, start=start, layers=its_layers, quant=self.quant, fingerprint=fingerprint,
+                        **sealed._asdict(),
                     )  # fmt: skip
                     assert segment.nbytes == slot.nbytes, (segment.nbytes, slot.nbytes)
                     self._table.fill(self._table.record(slot.slot), segment, behind.segment.slot if behind else None)
@@ -386,26 +431,43 @@ class SharedKVCacheManager:
 
     # --- match, retain, release --------------------------------------------------------------------
 
-    def match_prefix(self, token_ids: Sequence[int], *, held_tokens: int = 0) -> SharedPrefix:
+    def match_prefix(
+        self, token_ids: Sequence[int], *, held_tokens: int = 0, access: Access = TEAM_ACCESS
+    ) -> SharedPrefix:
         """Retain views of the longest stored prefix of `token_ids`; empty when nothing matches.
 
-        `held_tokens` of it the caller has already: only what goes beyond counts as reused in `stats()`.
+        Found is only what is public or of the domain that `access` writes into. `held_tokens` of it the caller has
+        already: only what goes beyond counts as reused in `stats()`.
         """
         with self._locked():
-            views = self._table.longest(tuple(token_ids))
-            found = views[-1].stop if views else 0
-            if found > held_tokens:
+            prefix = self._retain(self._table.longest(tuple(token_ids), access), access)
+        longest = max(prefix.num_tokens, held_tokens)
+        if self.spill is not None and len(token_ids) > longest:  # not under the lock: it reads files
+            returned = self.spill.find(self, token_ids, access, longer_than=longest)
+            if returned is not None:
+                prefix.release()
+                prefix = returned
+                self._counters["returned"] += 1
+        with self._locked():
+            if prefix.num_tokens > held_tokens:
                 self._counters["hits"] += 1
-                self._counters["reused_tokens"] += found - held_tokens
+                self._counters["reused_tokens"] += prefix.num_tokens - held_tokens
             elif held_tokens == 0:
                 self._counters["misses"] += 1
-            return self._retain(views)
+            return prefix
 
-    def extend_if_sealed(self, prefix: SharedPrefix, token_ids: Sequence[int]) -> bool:
-        """If all of `token_ids` stand sealed behind `prefix` already, extend `prefix` by them and say True."""
+    def extend_if_sealed(
+        self, prefix: SharedPrefix, token_ids: Sequence[int], *, domains: Collection[str] = ()
+    ) -> bool:
+        """If all of `token_ids` stand sealed behind `prefix` already, extend `prefix` by them and say True.
+
+        What was written into other `domains` as well stands nowhere.
+        """
+        if not prefix.access.may_find(domains, ()):
+            return False
         with self._locked():
             self._check_held(prefix.holding)
-            views = self._table.longest((*prefix.token_ids, *token_ids), prefix.views)
+            views = self._table.longest((*prefix.token_ids, *token_ids), prefix.access, prefix.views)
             if not token_ids or not views or views[-1].stop != prefix.num_tokens + len(token_ids):
                 return False
             self._counters["reused_tokens"] += len(token_ids)
@@ -418,15 +480,22 @@ class SharedKVCacheManager:
         with self._locked():
             return len(self._table.record(slot).holders)
 
-    def _retain(self, views: tuple[SegmentView, ...]) -> SharedPrefix:
-        holding = Holding(next(self._ids))
+    def _retained(self, views: tuple[SegmentView, ...], access: Access) -> SharedPrefix:
+        with self._locked():
+            return self._retain(views, access)
+
+    def _retain(self, views: tuple[SegmentView, ...], access: Access) -> SharedPrefix:
+        _check_access(views, access)
+        holding = Holding(next(self._ids), access)
         self._holdings[holding.holder] = holding
         prefix = SharedPrefix(self, holding)
         self._set_views(holding, views)
         return prefix
 
     def _set_views(self, holding: Holding, views: tuple[SegmentView, ...]) -> None:
-        """Move the holder to `views`: the new ones are retained before the old ones are released."""
+        """Move the holder to `views`, which it must be allowed to read: the new ones are retained before the old ones
+        are released."""
+        _check_access(views, holding.access)
         after = [self._table.record(view.segment.slot) for view in views]
         before = [self._table.record(view.segment.slot) for view in holding.views]
         now = next(self._clock)
@@ -442,16 +511,22 @@ class SharedKVCacheManager:
     def _check_held(self, holding: Holding) -> None:
         if holding.is_released:
             raise SessionClosedError("[SharedPrefix] expected a held prefix, got a released one")
+        if holding.revoked_from is not None:
+            raise RevokedError(f"[SharedPrefix] what was held was revoked from token {holding.revoked_from} on")
 
     # What a `SharedPrefix` asks for (`PrefixOwner`).
 
     def tail_bytes(self, num_rows: int) -> int:
         return self.spec.private_bytes(num_rows)
 
-    def fork_prefix(self, holding: Holding) -> SharedPrefix:
+    def fork_prefix(self, holding: Holding, access: Access) -> SharedPrefix:
         with self._locked():
             self._check_held(holding)
-            return self._retain(holding.views)
+            return self._retain(holding.views, access)
+
+    def write_in(self, holding: Holding, domain: str) -> None:
+        with self._locked():
+            holding.access = holding.access.writing(domain)
 
     def truncate_prefix(self, holding: Holding, num_tokens: int) -> None:
         with self._locked():
@@ -514,6 +589,8 @@ class SharedKVCacheManager:
         return False
 
     def _evict(self, record: Record) -> None:
+        if self.spill is not None and self.spill.keep(self, self._table.chain(record)):
+            self._counters["spilled"] += 1
         self._table.evict(record)
         self._free_bytes += record.counted_bytes
         self._counters["evictions"] += 1
@@ -546,6 +623,50 @@ class SharedKVCacheManager:
             self._counters["dropped_residual_bytes"] += freed
         mx.clear_cache()  # hand the freed bytes back at once: somebody is in need of them
         return freed
+
+    # --- revocation ----------------------------------------------------------------------------------
+
+    def revoke(self, slot: int, *, stores: Iterable[Revoking] = ()) -> Receipt:
+        """Take the segment in `slot`, and all that was computed behind it, from everyone: in memory, where it was
+        spilled, and in `stores`.
+
+        Who held any of it gets `RevokedError` from its next step on, and its own tail is not read again; other holders
+        never notice. Cards that name it go, and the stores refuse its bytes from now on, wherever they come from.
+        Raises `InvalidValueError` if the slot is free already.
+        """
+        with self._locked():
+            records = self._table.branch(slot)
+            segments = [record.segment for record in records if record.segment is not None]
+            slots = {record.slot.slot for record in records}
+            holders = {holder for record in records for holder in record.holders}
+            for holder in holders:
+                holding = self._holdings[holder]
+                kept = tuple(view for view in holding.views if view.segment.slot not in slots)
+                for record in records:
+                    record.holders.discard(holder)
+                holding.views, holding.revoked_from = kept, kept[-1].stop if kept else 0
+            for record in reversed(records):
+                self._table.evict(record)
+                self._free_bytes += record.counted_bytes
+        keys = {key for segment in segments for key in segment.keys}
+        everywhere: list[Revoking] = [*stores] if self.spill is None else [*stores, self.spill]
+        gone = [store.revoke(keys) for store in everywhere]
+        receipt = Receipt(
+            slots=tuple(segment.slot for segment in segments),
+            seals=tuple(seal for segment in segments for seal in segment.seals),
+            num_tokens=sum(segment.num_tokens for segment in segments),
+            nbytes=sum(segment.nbytes for segment in segments),
+            num_holders=len(holders),
+            cards=tuple(name for names, _ in gone for name in names),
+            disk_bytes=sum(nbytes for _, nbytes in gone),
+        )
+        self.note("revocation", **dataclasses.asdict(receipt))
+        return receipt
+
+    def note(self, event: str, **fields: Any) -> None:
+        """Write to the audit log, if there is one."""
+        if self.audit is not None:
+            self.audit.write(event, **fields)
 
     # --- compaction ----------------------------------------------------------------------------------
 
@@ -613,6 +734,8 @@ class SharedKVCacheManager:
                 num_misses=count["misses"],
                 reused_tokens=count["reused_tokens"],
                 num_evictions=count["evictions"],
+                num_spilled=count["spilled"],
+                num_returned=count["returned"],
                 num_compactions=count["compactions"],
                 num_guarded_layers=count["guarded"],
                 num_raised_layers=count["raised"],
@@ -637,6 +760,20 @@ class SharedKVCacheManager:
             if not 0 <= stats.free_bytes <= stats.budget_bytes:
                 raise IntegrityError(f"[check_integrity] free is {stats.free_bytes}, budget is {stats.budget_bytes}")
             check_table(self._table, self._holdings.values(), checksums=checksums)
+
+
+def _check_access(views: Sequence[SegmentView], access: Access) -> None:
+    # Each has the domains of those before it, so that the last one decides; the first that may not be read is named.
+    if views and not access.may_read(views[-1].segment.domains):
+        view = next(view for view in views if not access.may_read(view.segment.domains))
+        raise AccessError(
+            f"[handoff] tokens {view.start} to {view.stop} (slot {view.segment.slot}): expected one of the domains "
+            f"{sorted(access.reads or ())}, got {sorted(view.segment.domains)}"
+        )
+
+
+def _inherited(views: Sequence[SegmentView]) -> frozenset[str]:
+    return views[-1].segment.domains if views else frozenset()
 
 
 def _check_kind(kind: str) -> None:

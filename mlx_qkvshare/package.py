@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from .chat import Message
 from .digest import digest_text
+from .policy import Access
 from .segment import SegmentView
 from .spec import Fingerprint, QuantSpec
 
@@ -15,7 +16,8 @@ from .spec import Fingerprint, QuantSpec
 class Span:
     """`length` tokens of the segment in `slot`, at absolute positions from `start` on.
 
-    `token_ids` are the segment's own (all of them, by reference), `checksum` and `nbytes` its packed bytes'.
+    `token_ids` are the segment's own (all of them, by reference), `checksum` and `nbytes` its packed bytes';
+    `own_domains` and `domains` as of a segment.
     """
 
     slot: int
@@ -24,11 +26,16 @@ class Span:
     token_ids: tuple[int, ...]
     checksum: str
     nbytes: int
+    own_domains: frozenset[str]
+    domains: frozenset[str]
 
     @classmethod
     def of(cls, view: SegmentView) -> Span:
         segment = view.segment
-        return cls(segment.slot, segment.start, view.length, segment.token_ids, segment.checksum, segment.nbytes)
+        return cls(
+            segment.slot, segment.start, view.length, segment.token_ids, segment.checksum, segment.nbytes,
+            segment.own_domains, segment.domains,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,16 @@ class HandoffPackage:
     @property
     def token_ids(self) -> list[int]:
         return list(itertools.chain.from_iterable(span.token_ids[: span.length] for span in self.spans))
+
+    def is_readable(self, access: Access) -> bool:
+        """May who has `access` read all of it?"""
+        spoken = {message.domain for message in self.messages}
+        return access.may_read(spoken.union(*(span.domains for span in self.spans)))
+
+    def readable_slots(self, access: Access) -> list[tuple[int, int]]:
+        """Those of the longest beginning that `access` may read."""
+        readable = itertools.takewhile(lambda span: access.may_read(span.domains), self.spans)
+        return [(span.slot, span.length) for span in readable]
 
     @property
     def checksum(self) -> str:

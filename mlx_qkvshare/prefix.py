@@ -8,6 +8,8 @@ import weakref
 from dataclasses import dataclass
 from typing import Protocol
 
+from .errors import RevokedError
+from .policy import Access
 from .segment import SegmentView
 
 
@@ -16,10 +18,13 @@ class Holding:
     """The manager's side of a `SharedPrefix`, so that it survives whatever order garbage is collected in."""
 
     holder: int
+    access: Access
     views: tuple[SegmentView, ...] = ()
     private_rows: int = 0
     is_busy: bool = False
     is_released: bool = False
+    revoked_from: int | None = None
+    """The first token of what was revoked under the holder; `views` end there, and may not be read."""
 
 
 class PrefixOwner(Protocol):
@@ -30,7 +35,8 @@ class PrefixOwner(Protocol):
     def tail_bytes(self, num_rows: int) -> int: ...
     def charge_private(self, holding: Holding, num_rows: int) -> None: ...
     def trim_private(self, holding: Holding, num_rows: int) -> None: ...
-    def fork_prefix(self, holding: Holding) -> SharedPrefix: ...
+    def fork_prefix(self, holding: Holding, access: Access) -> SharedPrefix: ...
+    def write_in(self, holding: Holding, domain: str) -> None: ...
     def truncate_prefix(self, holding: Holding, num_tokens: int) -> None: ...
     def release_prefix(self, holder: int) -> None: ...
 
@@ -49,11 +55,24 @@ class SharedPrefix:
         note.atexit = False  # a scheduler's thread may still be at work then
 
     def __repr__(self) -> str:
-        return f"SharedPrefix({self.num_tokens} tokens in {len(self.views)} segments)"
+        return f"SharedPrefix({self.num_tokens} tokens in {len(self.holding.views)} segments)"
+
+    @property
+    def access(self) -> Access:
+        return self.holding.access
 
     @property
     def views(self) -> tuple[SegmentView, ...]:
+        """Raises `RevokedError` when what was held was revoked."""
+        self.require_readable()
         return self.holding.views
+
+    def require_readable(self) -> None:
+        """Raise `RevokedError` when what was held was revoked."""
+        if (start := self.holding.revoked_from) is not None:
+            raise RevokedError(
+                f"[SharedPrefix] expected a context to read, got one that was revoked from token {start}"
+            )
 
     @property
     def num_tokens(self) -> int:
@@ -95,9 +114,13 @@ class SharedPrefix:
     def release_tail(self) -> None:
         self._owner.charge_private(self.holding, 0)
 
-    def fork(self) -> SharedPrefix:
-        """Another holder of the same views."""
-        return self._owner.fork_prefix(self.holding)
+    def fork(self, access: Access | None = None) -> SharedPrefix:
+        """Another holder of the same views, with the same access or one that may read them too (`AccessError`)."""
+        return self._owner.fork_prefix(self.holding, access or self.access)
+
+    def write_in(self, domain: str) -> None:
+        """Write what follows into `domain`. Raises `InvalidValueError` for one that may not be read."""
+        self._owner.write_in(self.holding, domain)
 
     def truncate(self, num_tokens: int) -> None:
         """Hold the first `num_tokens` tokens only, or fewer where the model cannot go on from there (`readable`)."""

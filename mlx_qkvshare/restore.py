@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from .card import Card
+from .context import Progress
 from .errors import CardCorruptError, CardError, FingerprintMismatchError
 from .package import HandoffPackage
 from .session import AgentSession
@@ -22,15 +23,21 @@ class Restored:
     rebuilt_because: str | None = None
 
 
-def restore(session: AgentSession, store: CardStore, name: str, *, rebuild: bool = False) -> Restored:
+def restore(
+    session: AgentSession, store: CardStore, name: str, *, rebuild: bool = False, progress: Progress | None = None
+) -> Restored:
     """Let `session` hold the context of a card, in place of its own, and go on with its conversation.
 
     With `rebuild`, a card that does not fit this model or this setting, or has lost a segment, is prefilled from its
-    token ids instead. The own context is let go of only when all is there.
+    token ids instead; `progress` is then called with (tokens done, tokens in all). The own context is let go of only
+    when all is there.
 
-    Raises as `CardStore.load`, and `CardError` for a card to rebuild that keeps no token ids.
+    Raises as `CardStore.load`, `AccessError` for a card that the session may not read, and `CardError` for one to
+    rebuild that keeps no token ids.
     """
     card = store.inspect(name)
+    with session.refusing(card.agent):
+        card.require_readable(session.access)
     try:
         with session.manager.load_card(store, name) as loaded:
             _receive(session, loaded.package, loaded.card)
@@ -38,10 +45,12 @@ def restore(session: AgentSession, store: CardStore, name: str, *, rebuild: bool
     except (FingerprintMismatchError, CardCorruptError) as error:
         if not rebuild:
             raise
-        return _rebuild(session, card, error)
+        return _rebuild(session, card, error, progress)
 
 
-def _rebuild(session: AgentSession, card: Card, reason: FingerprintMismatchError | CardCorruptError) -> Restored:
+def _rebuild(
+    session: AgentSession, card: Card, reason: FingerprintMismatchError | CardCorruptError, progress: Progress | None
+) -> Restored:
     ids, ours = card.token_ids, session.manager.spec.fingerprint.tokenizer
     if ids is None:
         raise CardError(f"[restore] {card.name!r}: expected token ids to compute it from, got their digest") from reason
@@ -50,7 +59,7 @@ def _rebuild(session: AgentSession, card: Card, reason: FingerprintMismatchError
             f"[restore] tokenizer: expected {ours}, the card has the token ids of {card.spec.fingerprint.tokenizer}"
         ) from reason
     with session.beside() as twin:  # the session keeps what it has until this one is ready
-        report = twin.sync(ids)
+        report = twin.sync(ids, progress=progress, domains=card.domains)
         package = dataclasses.replace(
             twin.package_state(),
             sender=card.agent,

@@ -258,7 +258,7 @@ class Schedule:
             tokens = session.wanted_tokens(prompt)
         except Exception:  # busy, closed, not to be tokenized: the turn itself will say so
             return
-        held = self._manager.match_prefix(tokens, held_tokens=len(tokens))
+        held = self._manager.match_prefix(tokens, held_tokens=len(tokens), access=session.access)
         self._let_go([session])
         self._held[session] = held
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol, TypeVar
 
 import mlx.core as mx
 
+from .digest import digest_text
+from .policy import TEAM
 from .quantize import QuantizedTensor, checksum
 from .spec import CacheSpec, QuantSpec
 
@@ -123,7 +125,10 @@ class SharedSegment:
     the very tokens that it was computed behind.
 
     `checksum` is that of all but the residual planes of nested precision, which have one of their own: without them the
-    segment is still what it was sealed as.
+    segment is still what it was sealed as. Of one that was joined from others `origins` are theirs.
+
+    `own_domains` are those that its tokens were written into, more than one only where earlier ones had to be computed
+    again; `domains` are these and those of all that it was computed behind.
     """
 
     slot: int
@@ -134,10 +139,23 @@ class SharedSegment:
     fingerprint: str
     checksum: str
     residual_checksum: str | None = None
+    own_domains: frozenset[str] = frozenset({TEAM})
+    domains: frozenset[str] = frozenset({TEAM})
+    origins: tuple[str, ...] = ()
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def seals(self) -> tuple[str, ...]:
+        """All the checksums that its words were sealed under."""
+        return (self.checksum, *self.origins)
+
+    @property
+    def keys(self) -> set[str]:
+        """See `seal_keys`."""
+        return seal_keys(self.seals, self.own_domains, self.domains)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -177,6 +195,13 @@ class SharedSegment:
     def compute_residual_checksum(self) -> str | None:
         """The same of the residual planes and `residual_checksum`; None if there are none."""
         return residuals_checksum(self.layers)
+
+
+def seal_keys(seals: Iterable[str], own_domains: Iterable[str], domains: Iterable[str]) -> set[str]:
+    """By which what was revoked is known again, under whatever slot or name it comes: the seals, each with the domains
+    that it was sealed for."""
+    labels = f"{sorted(own_domains)}{sorted(domains)}"
+    return {digest_text(f"{seal}{labels}") for seal in seals}
 
 
 def layers_checksum(layers: tuple[LayerKV | LayerState, ...]) -> str:
@@ -221,7 +246,24 @@ def truncate_views(views: tuple[SegmentView, ...], num_tokens: int) -> tuple[Seg
     return kept
 
 
-def readable(views: tuple[SegmentView, ...], spec: CacheSpec) -> tuple[SegmentView, ...]:
+class Sized(Protocol):
+    @property
+    def num_tokens(self) -> int: ...
+
+
+class Viewed(Protocol):
+    """What is read of a segment: a `SegmentView`, or one of a segment on disk."""
+
+    @property
+    def segment(self) -> Sized: ...
+    @property
+    def length(self) -> int: ...
+
+
+View = TypeVar("View", bound=Viewed)
+
+
+def readable(views: tuple[View, ...], spec: CacheSpec) -> tuple[View, ...]:
     """The longest beginning of the chain that a model can go on from.
 
     Behind a full segment it always can. Within one, a state is not kept, and a window's rows only where the segment is

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -73,6 +74,8 @@ class SegmentHeader:
     tokens_digest: str
     checksum: str
     residual_checksum: str | None
+    own_domains: tuple[str, ...]
+    domains: tuple[str, ...]
     layers: tuple[Any, ...]
     entries: tuple[TensorEntry, ...]
 
@@ -145,7 +148,8 @@ def describe(segment: SharedSegment, tokens_digest: str) -> tuple[SegmentHeader,
     arrays = base | residuals
     header = SegmentHeader(
         segment.fingerprint, segment.quant, segment.start, segment.num_tokens, tokens_digest,
-        segment.checksum, segment.residual_checksum, tuple(layers),
+        segment.checksum, segment.residual_checksum,
+        tuple(sorted(segment.own_domains)), tuple(sorted(segment.domains)), tuple(layers),
         tuple(TensorEntry(name, DTYPE_NAMES[array.dtype], tuple(array.shape)) for name, array in arrays.items()),
     )  # fmt: skip
     return header, list(arrays.values())
@@ -162,11 +166,14 @@ def _plain_tensor(tensor: QuantizedTensor, centres: dict[int, int]) -> list[Any]
 
 
 def write_segment(file: BinaryIO, header: SegmentHeader, arrays: Sequence[mx.array]) -> None:
-    """Raises `OSError`, and `IntegrityError` where the arrays are not what was sealed."""
+    """All of it is on the disk at the end. Raises `OSError`, and `IntegrityError` where the arrays are not what was
+    sealed."""
     buffers = [buffer_of(array) for array in arrays]
 
     def write() -> bytes:
         file.writelines((header.encoded, *buffers))
+        file.flush()
+        os.fsync(file.fileno())  # the disk works while the rest is hashed
         return b""
 
     tasks: list[Callable[[], bytes]] = [write, *(partial(digest_buffer, buffer) for buffer in buffers)]
@@ -216,7 +223,8 @@ def _parse(raw: bytes, digest: str) -> SegmentHeader:
                 f"[segment {digest}] format: found {metadata.get('format')!r}, readable are [{FORMAT}]"
             )
         about = json.loads(metadata["segment"])
-        about |= {"quant": QuantSpec.from_plain(about["quant"]), "layers": tuple(about["layers"])}
+        about |= {name: tuple(about[name]) for name in ("own_domains", "domains", "layers")}
+        about |= {"quant": QuantSpec.from_plain(about["quant"])}
         entries = tuple(TensorEntry(name, it["dtype"], tuple(it["shape"])) for name, it in plain.items())
         header = SegmentHeader(**about, entries=entries)
         is_sized = all(type(size) is int and size >= 0 for entry in entries for size in entry.shape)

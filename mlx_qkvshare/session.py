@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import random
 import secrets
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
 
 from .allocate import DEFAULT_KIND
 from .attention import QuantizedAttention
-from .chat import ChatFormat, Message
+from .chat import ChatFormat, Message, require_readable
 from .context import Prefilling, PrefillReport, Progress, Sampler, TokenContext, run_through
-from .errors import HandoffError, InvalidValueError
+from .errors import AccessError, HandoffError, InvalidValueError
 from .guard import Looked
 from .layer_cache import LayerCache
 from .manager import SharedKVCacheManager
 from .package import HandoffPackage, Span
+from .policy import TEAM_ACCESS, Access
 from .sampling import Sampling
 
 if TYPE_CHECKING:
@@ -100,6 +102,8 @@ class AgentSession(TokenContext):
         sampling: temperature, filters and seed; `sampler` (logits [V] -> token id array) overrides it.
         max_context_tokens: limit for shared + private + requested tokens (default: the model's).
         prefill_step_tokens: tokens per prefill chunk.
+        access: the domains that it may read, and the one that it writes into: what it says and is told, until
+            `write_in` names another.
 
     A session runs one call at a time (`SessionBusyError` otherwise); sessions run beside each other on
     any threads. A failure in the middle of a call leaves it at its last consistent length. A worker
@@ -118,7 +122,9 @@ class AgentSession(TokenContext):
         max_context_tokens: int | None = None,
         prefill_step_tokens: int = 512,
         attention: QuantizedAttention | None = None,
+        access: Access = TEAM_ACCESS,
     ):
+        access.check_name(name)
         super().__init__(
             name,
             model,
@@ -128,6 +134,7 @@ class AgentSession(TokenContext):
             max_context_tokens=max_context_tokens,
             prefill_step_tokens=prefill_step_tokens,
             attention=attention,
+            access=access,
         )
         self.role_prompt = role_prompt
         self.messages: list[Message] = []
@@ -164,11 +171,17 @@ class AgentSession(TokenContext):
         self.prefill(token_ids, progress=progress)
         return self.caches
 
-    def sync(self, token_ids: Sequence[int], *, progress: Progress | None = None) -> PrefillReport:
-        """Make the session hold exactly `token_ids`: keep the longest common token prefix, compute the rest."""
+    def sync(
+        self, token_ids: Sequence[int], *, progress: Progress | None = None, domains: Collection[str] = ()
+    ) -> PrefillReport:
+        """Make the session hold exactly `token_ids`: keep the longest common token prefix, compute the rest.
+
+        `domains` are those that the tokens come from, besides the one that the session writes into.
+        """
         with self._working():
             try:
-                return self._prefill(list(token_ids), progress)
+                run_through(self._prefilling(list(token_ids), progress, domains=frozenset(domains)))
+                return self.last_prefill
             finally:  # also after a failure, which leaves the part that was computed
                 self._start_conversation_here()
 
@@ -296,7 +309,7 @@ class AgentSession(TokenContext):
         elif turn.token_ids or turn.is_done:
             # Where the ids say more than was shown the next turn goes on from the text.
             ids = None if turn.is_cut or turn.is_holding_back else tuple(turn.token_ids)
-            self.messages.append(Message("assistant", turn.text, self.name, ids))
+            self.messages.append(Message("assistant", turn.text, self.name, ids, self.access.writes))
         else:  # failed before the first token: a retry finds the conversation as it was
             del self.messages[len(self.messages) - self._num_unanswered :]
             self._role_is_due = self._role_was_due
@@ -316,18 +329,20 @@ class AgentSession(TokenContext):
 
     def _saying(self, text: str, progress: Progress | None, **room: Any) -> Prefilling:
         added, wanted = self._with_message(text)
-        yield from self._prefilling(wanted, progress, **room)
+        domains = frozenset(message.domain for message in self.messages)
+        yield from self._prefilling(wanted, progress, domains=domains, **room)
         self.messages, self._num_unanswered, self._role_is_due = [*self.messages, *added], len(added), False
 
     def _with_message(self, text: str) -> tuple[list[Message], list[int]]:
         """The messages that `text` adds, and the tokens of the whole conversation with them."""
-        added = [Message("user", text)]
+        domain = self.access.writes
+        added = [Message("user", text, domain=domain)]
         if self._role_is_due and self.role_prompt:
             is_fresh = self._base_tokens == 0 and all(message.role == "system" for message in self.messages)
             if not is_fresh:  # behind a shared context a system message would have to move it
-                added = [Message("user", f"{self.role_prompt}\n\n{text}")]
+                added = [Message("user", f"{self.role_prompt}\n\n{text}", domain=domain)]
             else:
-                added.insert(0, Message("system", self.role_prompt, self.name))
+                added.insert(0, Message("system", self.role_prompt, self.name, domain=domain))
         turns = self._chat_format().render([*self.messages, *added], is_start=self._base_tokens == 0)
         return added, [*self.token_ids[: self._base_tokens], *turns]
 
@@ -348,21 +363,38 @@ class AgentSession(TokenContext):
         with self._working():
             return self._seal(kind)
 
+    def write_in(self, domain: str) -> None:
+        """Seal what there is, and write what follows into `domain`.
+
+        Raises `InvalidValueError` for a domain that the session may not read, or that is another agent's own.
+        """
+        with self._working():
+            self.access.writing(domain).check_name(self.name)
+            self._seal()
+            self._prefix.write_in(domain)
+
     def look(self, num_tokens: int) -> dict[int, Looked]:
         """What every layer's attention asks for the private tail's last `num_tokens` tokens, or fewer: queries by
         layer, none where a model's attention cannot be seen. The session stays as it is."""
         with self._working():
             return self._look(num_tokens)
 
-    def fork(self, name: str) -> AgentSession:
+    def fork(self, name: str, *, access: Access | None = None) -> AgentSession:
         """A new session on the same context: seals first, then shares every byte.
 
-        With a seed, every fork draws a sequence of its own that follows from the seed and the fork's number.
+        With a seed, every fork draws a sequence of its own that follows from the seed and the fork's number. Without
+        `access` it has this session's, but for what is private to an agent of another name.
+
+        Raises `AccessError` when the context has what the fork may not read.
         """
         with self._working():
             self._seal()
-            twin = self.beside(name, role_prompt=self.role_prompt, sampling=self.sampling, sampler=self._sampler)
-            twin._adopt(self._prefix.fork())
+            twin = self.beside(
+                name, role_prompt=self.role_prompt, sampling=self.sampling, sampler=self._sampler, access=access
+            )
+            with twin.refusing(self.name):
+                require_readable(self.messages, twin.access)
+                twin._adopt(self._prefix.fork(twin.access))
             twin.messages, twin._base_tokens = list(self.messages), self._base_tokens
             twin._role_is_due, twin._hops = self._role_is_due, self._hops
             if self.sampling.seed is not None:  # reproducible, but not its parent's draws once more
@@ -382,6 +414,31 @@ class AgentSession(TokenContext):
                 raise InvalidValueError(f"[AgentSession.rewind] expected 0..{self.num_tokens}, got {num_tokens}")
             self._rewind_exactly(num_tokens)
             self._base_tokens = min(self._base_tokens, self.num_tokens)
+
+    def take_back(self, num_turns: int = 1) -> int:
+        """Forget the last `num_turns` user messages and all that came after each; the number of tokens forgotten.
+
+        Raises `InvalidValueError` if there are fewer. What the model cannot go back to exactly is computed again.
+        """
+        with self._working():
+            starts = [index for index, message in enumerate(self.messages) if message.role == "user"]
+            if not 0 < num_turns <= len(starts):
+                raise InvalidValueError(f"[AgentSession.take_back] expected 1..{len(starts)} turns, got {num_turns}")
+            kept, gone = self.messages[: starts[-num_turns]], self.messages[starts[-num_turns] :]
+            stays = self.token_ids[: self._base_tokens]
+            if num_turns < len(starts):  # else system messages alone, which not every template takes
+                is_start = self._base_tokens == 0
+                stays += self._chat_format().render(kept, add_generation_prompt=False, is_start=is_start)
+            held, before = self.token_ids, self.num_tokens
+            common = next(
+                (i for i, pair in enumerate(zip(held, stays, strict=False)) if pair[0] != pair[1]), len(stays)
+            )
+            self._rewind_exactly(max(0, before - common))
+            self.messages = kept
+            if self.role_prompt:
+                said = f"{self.role_prompt}\n\n"
+                self._role_is_due |= any(it.role == "user" and it.content.startswith(said) for it in gone)
+            return before - self.num_tokens
 
     def package_state(self) -> HandoffPackage:
         """Seal, and describe the whole context by reference. All of it is evaluated: any thread may receive it."""
@@ -418,27 +475,71 @@ class AgentSession(TokenContext):
 
         `is_own` says that this very agent made it, as when it comes back from a card: its role is not said again.
 
-        Raises `HandoffError` if a slot is gone; the session is then as it was. `HandoffCoordinator`
-        checks the rest of a package.
+        Raises `HandoffError` if a slot is gone, `AccessError` for what the session may not read; it is then as it was.
+        `HandoffCoordinator` checks the rest of a package.
         """
-        with self._working():
+        with self._working(), self.refusing(package.sender):
+            require_readable(package.messages, self.access)
             if package.manager != self.manager.id:
                 raise HandoffError(f"[receive_state] manager: expected {self.manager.id}, got {package.manager}")
-            prefix = self.manager.get_shared_kv_cache(package.slots)
+            prefix = self.manager.get_shared_kv_cache(package.slots, access=self.access)
             self._adopt(prefix)
             self.messages, self._base_tokens = list(package.messages), package.base_tokens
             self._role_is_due = package.is_role_due if is_own else True
             self._hops = package.hops + (not is_own)
 
-    def beside(self, name: str | None = None, **options: Any) -> AgentSession:
+    @contextlib.contextmanager
+    def redacting(self, package: HandoffPackage) -> Iterator[tuple[HandoffPackage, PrefillReport]]:
+        """What this session may read of `package`, as a package that is valid in the block, and what that took.
+
+        The longest beginning that it may read is there by reference. Behind it come the messages, and in front of
+        them the tokens that are no messages, which were written into domains that it may read; they are computed
+        again, since their keys and values had what came before. Whether a writer put a secret into words for others is
+        not seen here.
+        """
+        access = self.access
+        with self.beside() as twin:
+            messages = tuple(message for message in package.messages if access.may_read({message.domain}))
+            domains = {message.domain for message in messages}
+            base: list[int] = []
+            for span in package.spans:
+                if span.start < package.base_tokens and access.may_read(span.own_domains):
+                    base += span.token_ids[: min(span.length, package.base_tokens - span.start)]
+                    domains |= span.own_domains
+            turns: list[int] = []
+            if messages:
+                turns = twin._chat_format().render(messages, add_generation_prompt=False, is_start=not base)
+            twin._adopt(self.manager.get_shared_kv_cache(package.readable_slots(access), access=access))
+            report = twin.sync([*base, *turns], domains=domains)
+            part = dataclasses.replace(
+                twin.package_state(),
+                sender=package.sender,
+                base_tokens=len(base),
+                messages=messages,
+                hops=package.hops,
+            )
+            yield part, report
+
+    @contextlib.contextmanager
+    def refusing(self, sender: str) -> Iterator[None]:
+        """A refusal in the block goes into the audit log: what `sender` made this session may not read."""
+        try:
+            yield
+        except AccessError as error:
+            self.manager.note("refusal", sender=sender, receiver=self.name, reason=str(error))
+            raise
+
+    def beside(self, name: str | None = None, *, access: Access | None = None, **options: Any) -> AgentSession:
         """A new and empty session of the same model, manager and settings, to compute something in."""
+        name = name or self.name
         return AgentSession(
-            name or self.name,
+            name,
             self._model,
             self.manager,
             max_context_tokens=self.max_context_tokens,
             prefill_step_tokens=self._step,
             attention=self._attention,
+            access=access or self.access.of_agent(name),
             **options,
         )
 
@@ -448,5 +549,5 @@ class AgentSession(TokenContext):
             self._reset()
 
     def _reset(self) -> None:
-        self._adopt(self.manager.get_shared_kv_cache(()))
+        self._adopt(self.manager.get_shared_kv_cache((), access=self.access))
         self.messages, self._base_tokens, self._role_is_due, self._hops = [], 0, True, 0

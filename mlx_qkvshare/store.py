@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,19 +28,22 @@ from .errors import (
     CardWriteError,
     HandoffError,
     InvalidValueError,
+    RevokedError,
 )
 from .folders import sync_folder, written_whole
 from .manager import SharedKVCacheManager
 from .package import HandoffPackage, Span
+from .policy import EVERYTHING
 from .prefix import SharedPrefix
-from .segment import SegmentView
+from .segment import SegmentView, SharedSegment
 from .segment_file import SegmentHeader, describe, read_arrays, read_header, verify_arrays, write_segment
 from .segment_layout import Layers, build_layers, check_factors_of, check_layout
 from .store_files import half_written, identity, locked, our_files, plain_file, removed
 from .table import SharedSlot
 from .versions import versions
 
-_CARD, _SEGMENT = ".json", ".safetensors"
+CARD, _SEGMENT = ".json", ".safetensors"
+SegmentFile = tuple[SegmentHeader, list[mx.array]]
 
 
 class Packed(Protocol):
@@ -75,13 +78,15 @@ class CardStore:
 
     def __init__(self, folder: str | os.PathLike[str]):
         self.folder = Path(folder)
-        self._cards, self._segments = self.folder / "cards", self.folder / "segments"
-        self._kinds = ((self._cards, _CARD), (self._segments, _SEGMENT))
+        self._cards, self._segments, self._revoked = (self.folder / it for it in ("cards", "segments", "revoked"))
+        self._kinds = ((self._cards, CARD), (self._segments, _SEGMENT))
         self._verified: dict[str, tuple[int, int, int]] = {}  # segment -> inode, size and time when it was whole
         try:
             for path in (self.folder, self._cards, self._segments):
                 if not path.is_dir():
                     path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if self._revoked.is_symlink():
+                raise CardError(f"[CardStore] {self._revoked}: expected a folder, got a link")
             for path in (self._cards, self._segments):
                 if path.is_symlink():
                     raise CardError(f"[CardStore] {path}: expected a folder, got a link")
@@ -92,18 +97,20 @@ class CardStore:
 
     # --- looking: no model, no manager -------------------------------------------------------------
 
-    def look(self) -> tuple[list[Card], list[CardError]]:
+    def look(self) -> tuple[list[Card], list[CardError | RevokedError]]:
         """All cards, in the order of their names, and what is wrong with the files that cannot be read."""
-        cards, errors = [], []
+        cards: list[Card] = []
+        errors: list[CardError | RevokedError] = []
         with self._locked():
-            for path in our_files(self._cards, _CARD):
+            for path in our_files(self._cards, CARD):
                 try:
                     card = self._read_card(path)
                     self._check_name(card, path)
+                    self._require_valid(card.name, *card.segments)
                     cards.append(card)
                 except FileNotFoundError:
                     continue  # somebody has removed it
-                except CardError as error:
+                except (CardError, RevokedError) as error:
                     errors.append(error)
         return sorted(cards, key=lambda card: card.name), errors
 
@@ -169,46 +176,42 @@ class CardStore:
             HandoffError: the package's segments are gone, or another manager's.
             IntegrityError: a segment's bytes are not those that were sealed.
         """
-        path = self._card_path(name)
+        self._card_path(name)  # which is a name
         package = source if isinstance(source, HandoffPackage) else source.package_state()
         if package.manager != manager.id:
             raise HandoffError(f"[save_card] manager: expected {manager.id}, got {package.manager}")
-        prefix = manager.get_shared_kv_cache(package.slots)
+        prefix = manager.get_shared_kv_cache(package.slots, access=EVERYTHING)
         try:
             with self._locked():
-                segments: list[CardSegment] = []
-                for view in prefix.views:
-                    parent = segments[-1].digest if segments else None
-                    segments.append(self._write_segment(view, parent, keep_tokens))
+                self._require_valid(name, *(view.segment for view in prefix.views))
+                files = [segment_file(view.segment) for view in prefix.views]
+                segments = segments_of(prefix.views, files, keep_tokens=keep_tokens)
+                self._write_segments(files)
                 has_all = all(segment.token_ids is not None for segment in segments)
                 card = Card(
-                    name, package.sender, package.hops, manager.spec, package.quant, tuple(segments),
+                    name, package.sender, package.hops, manager.spec, package.quant, segments,
                     package.base_tokens if has_all else prefix.num_tokens, package.messages if has_all else (),
                     package.is_role_due, versions(),
                 )  # fmt: skip
-                with written_whole(path) as partial:
-                    partial.write_bytes(card.encoded())
+                self._write_card(card)
                 return card
         except OSError as error:
             raise CardWriteError(f"[save_card] {name!r}: {error}; what was kept before is whole") from error
         finally:
             prefix.release()
 
-    def _write_segment(self, view: SegmentView, parent: str | None, keep_tokens: bool) -> CardSegment:
-        segment = view.segment
-        digest = tokens_digest(segment.token_ids)
-        header, arrays = describe(segment, digest)
-        path = self._segment_path(header.digest)
-        if not self._is_whole(header.digest):
-            with written_whole(path) as partial, open(partial, "wb") as file:
-                write_segment(file, header, arrays)
-            self._verified[header.digest] = identity(path.stat())
-        is_kept = keep_tokens and not are_hidden(segment.token_ids)
-        return CardSegment(
-            header.digest, parent, segment.start, view.length, segment.num_tokens,
-            segment.token_ids if is_kept else None, digest,
-            segment.checksum, segment.residual_checksum, segment.nbytes,
-        )  # fmt: skip
+    def _write_card(self, card: Card) -> None:
+        with written_whole(self._card_path(card.name)) as partial:
+            partial.write_bytes(card.encoded())
+
+    def _write_segments(self, files: Iterable[SegmentFile]) -> None:
+        """Those that are not there yet."""
+        for header, arrays in files:
+            path = self._segment_path(header.digest)
+            if not self._is_whole(header.digest):
+                with written_whole(path) as partial, open(partial, "wb") as file:
+                    write_segment(file, header, arrays)
+                self._verified[header.digest] = identity(path.stat())
 
     def _is_whole(self, digest: str) -> bool:
         """Is this segment stored, as it must be? Its bytes are read once, and again when the file has changed."""
@@ -233,6 +236,7 @@ class CardStore:
         """
         path = self._card_path(card.name)
         try:
+            self._require_valid(card.name, *card.segments)
             with self._locked(alone=True), contextlib.ExitStack() as files:
                 if os.path.lexists(path) and not replace:
                     raise CardError(f"[CardStore] {card.name!r}: expected a free name, got one that is taken")
@@ -260,16 +264,17 @@ class CardStore:
             BudgetExceededError: its bytes do not fit; nothing was loaded.
         """
         with self._locked():
-            card = self._card(name)
+            return self._load(manager, self._card(name))
+
+    def _load(self, manager: SharedKVCacheManager, card: Card) -> LoadedCard:
+        with self._locked():
             check_fit(card, manager.spec, manager.quant)
             headers = []
             for segment in card.segments:
                 with self._opened(segment, card) as (_, header):
                     check_factors_of(header, manager.key_factors)
                     headers.append(header)
-            prefix = manager.standing(
-                (it.known_ids, it.length, it.checksum, it.residual_checksum) for it in card.segments
-            )
+            prefix = manager.standing((it.sealed, it.length) for it in card.segments)
             slots: list[SharedSlot] = []
             try:
                 linked = prefix.num_tokens
@@ -282,10 +287,7 @@ class CardStore:
                 slots = manager.reserve_slots([(segment.num_tokens, segment.nbytes) for segment in missing])
                 mx.clear_cache()  # its buffers may be too large
                 layers = [self._read_layers(segment, card, manager) for segment in missing]
-                contents = [
-                    (it.known_ids, it.length, its_layers, it.checksum, it.residual_checksum)
-                    for it, its_layers in zip(missing, layers, strict=True)
-                ]
+                contents = [(it.sealed, it.length, its_layers) for it, its_layers in zip(missing, layers, strict=True)]
                 manager.link(prefix, slots, contents)
             except BaseException:
                 for slot in slots:
@@ -327,6 +329,7 @@ class CardStore:
         except FileNotFoundError as error:
             raise CardNotFoundError(f"[CardStore] expected a card named {name!r}, got none") from error
         self._check_name(card, path)
+        self._require_valid(name, *card.segments)
         return card
 
     def _check_name(self, card: Card, path: Path) -> None:
@@ -358,6 +361,41 @@ class CardStore:
         except OSError as error:
             raise CardWriteError(f"[CardStore] {name!r}: {error}") from error
 
+    def revoke(self, keys: Collection[str]) -> tuple[tuple[str, ...], int]:
+        """Refuse what has one of `keys` (`seal_keys`) from now on, and remove the cards that name it, with it and what
+        was computed behind it: their names, and the bytes freed. It waits for who is writing or reading now."""
+        names, gone, kept, freed = [], set(), set(), 0
+        try:
+            with self._locked(alone=True):
+                self._revoked.mkdir(mode=0o700, exist_ok=True)
+                for key in keys:
+                    os.close(os.open(self._revoked / key, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+                sync_folder(self._revoked)  # first: after a crash the rest is refused, if it is there
+                for path in our_files(self._cards, CARD):
+                    try:
+                        card = self._read_card(path)
+                    except CardError:
+                        continue  # no one reads it
+                    chain = [segment.digest for segment in card.segments]
+                    revoked = [self._is_revoked(segment) for segment in card.segments]
+                    if any(revoked):
+                        names.append(card.name)
+                        freed += removed(path)
+                        gone.update(chain[revoked.index(True) :])
+                    else:
+                        kept.update(chain)
+                return tuple(sorted(names)), freed + sum(removed(self._segment_path(it)) for it in gone - kept)
+        except OSError as error:
+            raise CardWriteError(f"[revoke] {error}; nothing of it is read again") from error
+
+    def _is_revoked(self, segment: CardSegment | SharedSegment) -> bool:
+        return any((self._revoked / key).exists() for key in segment.keys)
+
+    def _require_valid(self, name: str, *segments: CardSegment | SharedSegment) -> None:
+        for segment in segments:
+            if self._is_revoked(segment):
+                raise RevokedError(f"[CardStore] {name!r}: expected a context to keep, got one that was revoked")
+
     def gc(self) -> int:
         """Remove the segments that no card names, and what crashes left; the bytes freed. It waits for who is writing
         or reading now.
@@ -367,7 +405,7 @@ class CardStore:
         with self._locked(alone=True):
             freed = self._sweep()
             named = {
-                segment.digest for path in our_files(self._cards, _CARD) for segment in self._read_card(path).segments
+                segment.digest for path in our_files(self._cards, CARD) for segment in self._read_card(path).segments
             }
             return freed + sum(removed(path) for path in our_files(self._segments, _SEGMENT) if path.stem not in named)
 
@@ -385,19 +423,46 @@ class CardStore:
         """By a digest: names differ in ways that file systems do not keep apart, and are no paths."""
         if not isinstance(name, str):
             raise InvalidValueError(f"[CardStore] name: expected a str, got {name!r}")
-        return self._cards / f"{digest_text(name)}{_CARD}"
+        return self._cards / f"{digest_text(name)}{CARD}"
 
     def _segment_path(self, digest: str) -> Path:
         assert is_digest(digest), digest
         return self._segments / f"{digest}{_SEGMENT}"
 
+    def _our_files(self) -> list[Path]:
+        """All that is named as ours, with what crashes left half-written."""
+        return [path for kind in self._kinds for path in (*our_files(*kind), *half_written(*kind))]
+
     @contextlib.contextmanager
-    def _locked(self, *, alone: bool = False) -> Iterator[None]:
-        with locked(self.folder, alone=alone):
+    def _locked(self, *, alone: bool = False, waits: bool = True) -> Iterator[None]:
+        with locked(self.folder, alone=alone, waits=waits):
             yield
 
 
-_SHARED_FIELDS = ("start", "num_tokens", "tokens_digest", "checksum", "residual_checksum", "nbytes")
+_SHARED_FIELDS = (
+    "start", "num_tokens", "tokens_digest", "checksum", "residual_checksum", "own_domains", "domains", "nbytes",
+)  # fmt: skip
+
+
+def segment_file(segment: SharedSegment) -> SegmentFile:
+    return describe(segment, tokens_digest(segment.token_ids))
+
+
+def segments_of(
+    views: Sequence[SegmentView], files: Sequence[SegmentFile], *, keep_tokens: bool
+) -> tuple[CardSegment, ...]:
+    """The segments of a card on `views`, which are in `files`."""
+    chain: list[CardSegment] = []
+    for view, (header, _) in zip(views, files, strict=True):
+        segment = view.segment
+        is_kept = keep_tokens and not are_hidden(segment.token_ids)
+        chain.append(CardSegment(
+            header.digest, chain[-1].digest if chain else None, segment.start, view.length, segment.num_tokens,
+            segment.token_ids if is_kept else None, header.tokens_digest,
+            segment.checksum, segment.residual_checksum,
+            header.own_domains, header.domains, segment.origins, segment.nbytes,
+        ))  # fmt: skip
+    return tuple(chain)
 
 
 def _package_of(card: Card, manager: SharedKVCacheManager, prefix: SharedPrefix) -> HandoffPackage:

@@ -35,14 +35,17 @@ def plain_file(path: Path) -> Iterator[BinaryIO]:
 
 
 @contextlib.contextmanager
-def locked(folder: Path, *, alone: bool = False) -> Iterator[None]:
-    """Hold the folder's lock, together with others or alone. Raises `CardError`."""
+def locked(folder: Path, *, alone: bool = False, waits: bool = True) -> Iterator[None]:
+    """Hold the folder's lock, together with others or alone.
+
+    Raises `CardError`, and `BlockingIOError` where it does not wait and would have to.
+    """
     try:
         handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise CardError(f"[CardStore] {folder}: expected a folder to lock: {error}") from error
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(handle, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | (0 if waits else fcntl.LOCK_NB))
         yield
     finally:
         os.close(handle)  # which also lets go of the lock

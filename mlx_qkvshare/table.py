@@ -10,10 +10,12 @@ import dataclasses
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from .errors import HandoffError, InvalidValueError
+from .policy import Access
 from .quantize import join
 from .segment import (
     KVBlock,
@@ -36,6 +38,24 @@ class SharedSlot:
     slot: int
     num_tokens: int
     nbytes: int
+
+
+class Sealed(NamedTuple):
+    """What tells a sealed segment from others at its place, but for its `origins`."""
+
+    token_ids: tuple[int, ...]
+    checksum: str
+    residual_checksum: str | None
+    own_domains: frozenset[str]
+    domains: frozenset[str]
+    origins: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, segment: SharedSegment) -> Sealed:
+        return cls(*(getattr(segment, name) for name in cls._fields))
+
+    def is_like(self, other: Sealed) -> bool:
+        return self[:-1] == other[:-1]
 
 
 @dataclass(eq=False)
@@ -94,17 +114,23 @@ class SegmentTable:
 
     # --- matching ------------------------------------------------------------------------------------
 
-    def longest(self, wanted: tuple[int, ...], behind: tuple[SegmentView, ...] = ()) -> tuple[SegmentView, ...]:
-        """Views of the longest stored prefix of `wanted` that continues `behind` (or starts at token 0), and that a
-        model can go on from."""
+    def longest(
+        self, wanted: tuple[int, ...], access: Access, behind: tuple[SegmentView, ...] = ()
+    ) -> tuple[SegmentView, ...]:
+        """Views of the longest stored prefix of `wanted` that continues `behind` (or starts at token 0), that a model
+        can go on from, and that `access` may find by its tokens."""
         if not behind:
-            return self._longest(wanted, self.roots, ())
-        # The last segment may itself go on beyond its view, so it is a candidate like its children.
-        found = self._longest(wanted, {behind[-1].segment.slot}, behind[:-1])
+            return self._longest(wanted, access, self.roots, ())
+        last = behind[-1].segment
+        if access.may_find(last.own_domains, last.domains):
+            # It may itself go on beyond its view, so it is a candidate like its children.
+            found = self._longest(wanted, access, {last.slot}, behind[:-1])
+        else:
+            found = self._longest(wanted, access, self.records[last.slot].children, behind)
         return found if found and found[-1].stop >= behind[-1].stop else behind
 
     def _longest(
-        self, wanted: tuple[int, ...], candidates: Iterable[int], before: tuple[SegmentView, ...]
+        self, wanted: tuple[int, ...], access: Access, candidates: Iterable[int], before: tuple[SegmentView, ...]
     ) -> tuple[SegmentView, ...]:
         best = readable(before, self.spec)
         for slot in candidates:
@@ -112,26 +138,24 @@ class SegmentTable:
             segment = record.segment
             if segment is None or segment.start > _stop(before):
                 continue
-            length = _common_prefix(segment.token_ids, wanted, segment.start)
+            if not access.may_find(segment.own_domains, segment.domains):
+                continue
+            length = common_prefix(segment.token_ids, wanted, segment.start)
             if length == 0:
                 continue
             views = (*truncate_views(before, segment.start), SegmentView(segment, length))
-            views = self._longest(wanted, record.children, views)
+            views = self._longest(wanted, access, record.children, views)
             if _stop(views) > _stop(best):
                 best = views
         return best
 
-    def standing(
-        self, behind: SegmentView | None, token_ids: tuple[int, ...], checksums: tuple[str, str | None]
-    ) -> SharedSegment | None:
-        """The segment of these tokens and bytes that was computed behind `behind`, if there is one."""
+    def standing(self, behind: SegmentView | None, sealed: Sealed) -> SharedSegment | None:
+        """The segment of these tokens, bytes and domains that was computed behind `behind`, if there is one."""
         slots = self.roots if behind is None else self.records[behind.segment.slot].children
         start = 0 if behind is None else behind.stop
         for slot in sorted(slots):
             segment = self.records[slot].segment
-            if segment is None or (segment.start, segment.checksum, segment.residual_checksum) != (start, *checksums):
-                continue
-            if segment.token_ids == token_ids:
+            if segment is not None and segment.start == start and Sealed.of(segment).is_like(sealed):
                 return segment
         return None
 
@@ -165,6 +189,24 @@ class SegmentTable:
             views.append(SegmentView(segment, length))
         return tuple(views)
 
+    def chain(self, record: Record) -> tuple[SegmentView, ...]:
+        """Views of the segment and of what it was computed behind, from token 0 on."""
+        views: list[SegmentView] = []
+        stop = record.slot.num_tokens + (record.segment.start if record.segment else 0)
+        at: Record | None = record
+        while at is not None and at.segment is not None:
+            views.append(SegmentView(at.segment, stop - at.segment.start))
+            stop, at = at.segment.start, self.records.get(at.parent) if at.parent is not None else None
+        return tuple(reversed(views))
+
+    def branch(self, slot: int) -> list[Record]:
+        """The segment in `slot`, or of what it was joined into, and all that was computed behind it, parents first."""
+        slot, _ = self._moved.get(slot, (slot, 0))
+        found = [self.record(slot)]
+        for record in found:  # grows
+            found += [self.records[child] for child in sorted(record.children)]
+        return found
+
     # --- leaving -------------------------------------------------------------------------------------
 
     def evictable_leaves(self) -> list[Record]:
@@ -190,7 +232,7 @@ class SegmentTable:
         slot = self.allocate(first.num_tokens + second.num_tokens, nbytes, nbytes).slot
         joined = dataclasses.replace(
             first, slot=slot, token_ids=first.token_ids + second.token_ids, layers=layers,
-            checksum=checksum, residual_checksum=residual_checksum,
+            checksum=checksum, residual_checksum=residual_checksum, origins=first.seals + second.seals,
         )  # fmt: skip
         record = self.records[slot]
         record.children, record.last_used = right.children, right.last_used
@@ -216,9 +258,9 @@ def _join_rows(first: LayerKV | LayerState, second: LayerKV | LayerState) -> Lay
 
 
 def can_join(first: SharedSegment, second: SharedSegment) -> bool:
-    """Are the rows where they meet packed alike in every layer?"""
+    """Are they of the same domains, and the rows where they meet packed alike in every layer?"""
     pairs = zip(first.layers, second.layers, strict=True)
-    return all(
+    return (first.own_domains, first.domains) == (second.own_domains, second.domains) and all(
         isinstance(a, LayerKV) and isinstance(b, LayerKV) and a.blocks[-1].is_like(b.blocks[0]) for a, b in pairs
     )
 
@@ -227,7 +269,7 @@ def _stop(views: Iterable[SegmentView]) -> int:
     return max((view.stop for view in views), default=0)
 
 
-def _common_prefix(stored: tuple[int, ...], wanted: tuple[int, ...], start: int) -> int:
+def common_prefix(stored: tuple[int, ...], wanted: tuple[int, ...], start: int) -> int:
     """How many tokens of `stored` equal `wanted` from `start` on. Tokens decide, not hashes."""
     limit = min(len(stored), len(wanted) - start)
     if limit <= 0 or stored[:limit] == wanted[start : start + limit]:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import io
 import json
-import signal
-import subprocess
 import sys
-import termios
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -56,17 +52,6 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: object, stdin: str | bytes 
         shown, noted = (stream.getvalue().decode(encoding) for stream in (out, err))
     assert "Traceback" not in noted, noted
     return Result(exit_.value.code or 0, shown, noted)
-
-
-def start(*arguments: object, **options: object) -> subprocess.Popen[bytes]:
-    """`qkvshare ARGUMENTS` in a session of its own on the terminal that is its stdin; Ctrl-C is not ignored there."""
-
-    def prepare() -> None:
-        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-    command = [*COMMAND, *map(str, arguments)]
-    return subprocess.Popen(command, preexec_fn=prepare, start_new_session=True, **options)
 
 
 def force_replies(

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import pty
 import re
-import select
 import signal
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cli_run import force_replies, run, save_tiny, start
+from cli_run import force_replies, run, save_tiny
 from tiny import tiny_tokenizer
 
+from mlx_qkvshare import Message
+from mlx_qkvshare.chat import ChatFormat
 from mlx_qkvshare.cli import conversation
 from mlx_qkvshare.context import Prefilling
 
@@ -44,9 +41,9 @@ def test_agents_take_turns_on_the_same_segments(monkeypatch: pytest.MonkeyPatch,
         "writer: a text",
         "planner: a better plan",
     ]
-    assert "agents: planner, writer; speaking: writer" in result.out
+    assert "* writer" in result.out and "speaking: writer" in result.out
     assert len(re.findall(r"goes on: \d+ tokens by reference, 0 bytes copied", result.err)) == 2
-    assert "(planner is speaking already)" in result.err
+    assert "(planner is speaking)" in result.err
     assert re.search(r"^handoffs +2$", result.out, re.MULTILINE)
     assert re.search(r"^bytes copied by handoffs +0$", result.out, re.MULTILINE)
     assert all(session.manager.stats().num_holders == 0 for session in sessions)  # the end gave all back
@@ -130,6 +127,33 @@ def test_b58_the_banner_tells_what_holds(monkeypatch: pytest.MonkeyPatch, tiny: 
     assert "K16 V16\n" in run(monkeypatch, "chat", "--model", tiny, "--bits", 16).err
 
 
+def test_a_card_of_other_bits_is_computed_again_and_told(
+    monkeypatch: pytest.MonkeyPatch, tiny: Path, tmp_path: Path
+) -> None:
+    options = ("--model", tiny, "--agent", "solo", "--store", tmp_path)
+    force_replies(monkeypatch, "a text", "more")
+    assert "(saved 'kept': " in run(monkeypatch, "chat", *options, "--save", "kept", stdin="write\n").err
+    result = run(monkeypatch, "chat", *options, "--resume", "kept", "--bits", 4, stdin="/context\nmore\n")
+    assert re.search(r"\(\d+ tokens are computed again: .*quant", result.err), result.err
+    assert "solo        a text" in result.out and "solo: more" in result.out
+    lost = run(monkeypatch, "chat", *options, "--resume", "nothing", stdin="")
+    assert lost.code == 2 and "expected a card named 'nothing'" in lost.err
+
+
+def test_what_breaks_in_a_turn_is_told_and_the_chat_goes_on(monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:
+    seen: list[int] = []
+
+    def fail(count: int) -> None:
+        seen.append(count)
+        if seen == [0, 1, 2]:
+            raise RuntimeError("out of [red]ink")
+
+    force_replies(monkeypatch, "a text", "ok", on_token=fail)
+    result = run(monkeypatch, "chat", "--model", tiny, "--agent", "solo", stdin="hi\nagain\n")
+    assert result.code == 0 and "error: [solo]: RuntimeError: out of [red]ink" in result.err
+    assert result.out.endswith("solo: ok\n")
+
+
 # --- B65: Ctrl-C, Ctrl-D, SIGTERM -------------------------------------------------------------------------
 
 
@@ -171,82 +195,117 @@ def test_b65_ctrl_c_during_prefill_takes_the_message_back(monkeypatch: pytest.Mo
     assert "(stopped; the message was taken back)" in result.err
 
 
-class Screen:
-    """A process on a pseudo-terminal."""
+# --- what others' chats stumbled over ---------------------------------------------------------------------
 
-    def __init__(self, *arguments: object):
-        self._fd, child = pty.openpty()
-        os.environ.setdefault("TERM", "xterm")
-        self.process = start(*arguments, stdin=child, stdout=child, stderr=child)
-        os.close(child)
-        self.text = ""
-
-    def wait_for(self, words: str, seconds: float = 30) -> None:
-        self._read(seconds, lambda: words in self.text)
-        assert words in self.text, self.text
-        self.text = self.text.partition(words)[2]
-
-    def type(self, text: str) -> None:
-        os.write(self._fd, text.encode())
-
-    def end(self, seconds: float = 20) -> int:
-        self._read(seconds, lambda: False)
-        return self.process.wait(timeout=seconds)
-
-    def _read(self, seconds: float, is_done) -> None:
-        deadline = time.monotonic() + seconds
-        while not is_done() and time.monotonic() < deadline:
-            if select.select([self._fd], [], [], 0.1)[0]:
-                try:
-                    data = os.read(self._fd, 65536)
-                except OSError:  # Linux says so when the other side is closed
-                    return
-                if not data:
-                    return
-                self.text += data.decode(errors="replace")
-
-    def close(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self.process.kill()
-        self.process.wait()
-        os.close(self._fd)
+EMOJI = "ok \U0001f469\u200d\U0001f469\u200d\U0001f467 日本語 é \U0001f3f3\ufe0f\u200d\U0001f308"
 
 
-@contextlib.contextmanager
-def on_screen(*arguments: object) -> Iterator[Screen]:
-    with contextlib.closing(Screen(*arguments)) as screen:
-        yield screen
+def test_b63_characters_of_many_tokens_are_shown_whole(monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:
+    force_replies(monkeypatch, EMOJI, EMOJI)
+    result = run(monkeypatch, "chat", "--model", tiny, stdin="hi\n/to writer\nagain\n")
+    assert result.out == f"planner: {EMOJI}\nwriter: {EMOJI}\n"
 
 
-def test_b65_on_a_terminal(tmp_path: Path) -> None:
-    """Ctrl-C in mid-reply stops the turn, the chat goes on, Ctrl-D ends it; SIGTERM ends it at once."""
-    model = save_tiny(tmp_path / "long", max_position=100_000)
-    options = ["chat", "--model", model, "--agent", "solo", "--max-tokens", 90_000]  # greedy: no end in sight
-    with on_screen(*options) as screen:
-        screen.wait_for("solo> ")
-        screen.type("hi\n")
-        screen.wait_for("solo:")
-        time.sleep(0.3)
-        screen.type("\x03")
-        screen.wait_for("(stopped; what was shown is kept)")
-        screen.wait_for("solo> ")
-        screen.type("/stats\n")
-        screen.wait_for("segments")
-        screen.wait_for("solo> ")
-        screen.type("\x04")
-        assert screen.end() == 0 and "Traceback" not in screen.text
-    with on_screen(*options) as screen:
-        screen.wait_for("solo> ")
-        screen.type("hi\n")
-        screen.wait_for("solo:")
-        screen.process.terminate()
-        assert screen.end(5) == -signal.SIGTERM
+@pytest.mark.parametrize("cut", [4, 6, 9])
+def test_b63_a_character_that_is_cut_is_kept_whole(monkeypatch: pytest.MonkeyPatch, tiny: Path, cut: int) -> None:
+    ids = tiny_tokenizer().encode(EMOJI, add_special_tokens=False)
+    kept: list[tuple[int, ...] | None] = []
+    sessions = force_replies(monkeypatch, EMOJI, "x", on_token=lambda count: kept.append(_said(sessions)))
+    shown = run(monkeypatch, "chat", "--model", tiny, "--max-tokens", cut, stdin="hi\n/to writer\nyes\n").out
+    text = shown.splitlines()[0].removeprefix("planner: ")
+    assert EMOJI.startswith(text.removesuffix("\ufffd")) and text.count("\ufffd") <= 1
+    assert kept[-1] == tuple(ids[:cut]), "what was handed on is whole"
 
 
-def test_b65_ctrl_c_at_the_prompt_ends_quietly(tiny: Path) -> None:
-    with on_screen("chat", "--model", tiny, "--agent", "solo") as screen:
-        screen.wait_for("solo> ")
-        time.sleep(0.2)
-        screen.type("\x03")
-        assert screen.end() == 0
-        assert "Traceback" not in screen.text
+def _said(sessions: list) -> tuple[int, ...] | None:
+    holder = next(session for session in sessions if session.messages)
+    return next((m.token_ids for m in holder.messages if m.role == "assistant"), None)
+
+
+@pytest.mark.parametrize("over", [0, 1, 200])
+def test_b72_a_first_message_as_long_as_the_context(monkeypatch: pytest.MonkeyPatch, tiny: Path, over: int) -> None:
+    force_replies(monkeypatch, "ok", "ok")
+    frame = len(ChatFormat(tiny_tokenizer()).render([Message("user", "")]))
+    message = "Z" * (512 - 8 - frame + over)  # a token each
+    result = run(monkeypatch, "chat", "--model", tiny, "--agent", "solo", "--max-tokens", 8, stdin=f"{message}\nhi\n")
+    if not over:
+        assert result.out.startswith("solo: ok\n")
+        return
+    assert f"needed {512 + over} positions, available 512 (8 of them for the reply)" in result.err
+    assert result.err.index("needed") < result.err.index("prefill"), "refused before anything was computed"
+    assert (result.code, result.out) == (0, "solo: ok\n")
+
+
+STRICT = (
+    "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_b73_a_template_that_wants_roles_to_alternate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    strict = save_tiny(tmp_path / "strict", max_position=4096)
+    (strict / "chat_template.jinja").write_text(STRICT)
+    (tmp_path / "doc.txt").write_text("Compost needs air.")
+    force_replies(monkeypatch, "a plan", "a text", "fine", "more")
+    agents = ("--agent", "planner:You plan.", "--agent", "writer:You write.", "--agent", "critic:You judge.")
+    lines = [f"/file {tmp_path}/doc.txt", "plan", "/to writer", "write", "/to critic", "judge", "/all and you?"]
+    lines += ["/to writer", "/rewind 2", "again"]
+    result = run(monkeypatch, "chat", "--model", strict, "--system", "S", *agents, stdin="\n".join(lines))
+    assert result.code == 0 and "error" not in result.err, result.err
+    assert result.out.splitlines()[:3] == ["planner: a plan", "writer: a text", "critic: fine"]
+    assert result.out.splitlines()[-1] == "writer: more"
+
+
+def test_one_seed_and_draws_of_everybodys_own(monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:
+    seeds = []
+    for _ in range(2):
+        sessions = force_replies(monkeypatch)
+        run(monkeypatch, "chat", "--model", tiny, "--seed", 5, "--temperature", 1, stdin="")
+        seeds.append([session.sampling.seed for session in sessions if session.name != "floor"])
+    assert seeds[0] == seeds[1] and seeds[0][0] == 5 and len(set(seeds[0])) == 2
+
+
+# --- domains ----------------------------------------------------------------------------------------------
+
+GUARDED = """
+system = "S"
+[[agent]]
+name = "nurse"
+[[agent]]
+name = "doctor"
+writes = "private:doctor"
+reads = ["team"]
+"""
+
+
+def test_what_an_agent_may_not_read_is_left_out(monkeypatch: pytest.MonkeyPatch, tiny: Path, tmp_path: Path) -> None:
+    heard: list[list[str]] = []
+
+    def listen(count: int) -> None:
+        if count == 0:
+            speaking = next(s for s in sessions if s.messages and s.messages[-1].role == "user")
+            heard.append([m.content for m in speaking.messages])
+
+    (tmp_path / "team.toml").write_text(GUARDED)
+    sessions = force_replies(monkeypatch, "fine", "secret", "well", "more secrets", on_token=listen)
+    lines = ["hi", "/to doctor", "tell me", "/to nurse", "and you?", "/to doctor", "go on"]
+    result = run(monkeypatch, "chat", "--model", tiny, "--team", tmp_path / "team.toml", stdin="\n".join(lines))
+    assert result.code == 0 and "error" not in result.err, result.err
+    assert heard == [
+        ["S", "hi"],
+        ["S", "hi", "fine", "tell me"],
+        ["S", "hi", "fine", "and you?"],
+        ["S", "hi", "fine", "tell me", "secret", "go on"],  # the doctor's own branch
+    ]
+    assert re.search(r"\(\d+ tokens that nurse may not read were left out\)", result.err)
+
+
+def test_what_is_said_to_nobody_joins_no_round(monkeypatch: pytest.MonkeyPatch, tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "team.toml").write_text(GUARDED)
+    options = ("--model", tiny, "--team", tmp_path / "team.toml", "--max-tokens", 8)
+    result = run(monkeypatch, "chat", *options, stdin="/all hi\n/context\n")
+    assert result.code == 0 and re.search(r"^doctor \| ", result.out, re.MULTILINE), result.out
+    (said,) = [line for line in result.out.splitlines() if line.startswith("  assistant")]
+    assert "nurse: " in said and "doctor: " not in said

@@ -13,7 +13,7 @@ from cli_run import run, save_tiny
 from tiny import tiny_tokenizer
 
 from mlx_qkvshare import AgentSession
-from mlx_qkvshare.cli import conversation, demo, panel
+from mlx_qkvshare.cli import conversation, demo
 from mlx_qkvshare.cli.streams import LabelledStreams
 from mlx_qkvshare.cli.terminal import Terminal
 from mlx_qkvshare.context import Prefilling
@@ -44,7 +44,7 @@ def script(monkeypatch: pytest.MonkeyPatch, replies: dict[str, list[str]], on_to
             on_token(self.name)
             return mx.array(self.ids.pop(0) if self.ids else tokenizer.eos_token_id, dtype=mx.uint32)
 
-    for module in (panel, conversation):
+    for module in (conversation,):
         monkeypatch.setattr(module, "AgentSession", Scripted)
     return made
 
@@ -109,8 +109,6 @@ def test_limits_refuse_the_round_and_the_next_goes_on(monkeypatch: pytest.Monkey
         "|",
         "|",
     ]
-    refused = run(monkeypatch, "chat", "--model", tiny, *TWO, stdin="/agent writer\n")
-    assert "every agent answers" in refused.err
     assert "twice" in run(monkeypatch, "chat", "--model", tiny, "--parallel", "--agent", "a", "--agent", "a").err
 
 

@@ -204,7 +204,7 @@ def test_what_is_loaded_is_evaluated_and_costs_what_it_says(store):
 
 @pytest.mark.parametrize("quant", ["safe", "balanced", QuantSpec(8, 8, 32)])
 def test_a_card_is_hardly_larger_than_what_it_holds(store, quant):
-    manager, owner = pair(tokens=500, quant=quant)
+    manager, owner = pair(tokens=510, quant=quant)
     card = manager.save_card(store, "c", owner)
     assert store.stored_bytes("c") == sum(file.stat().st_size for file in files(store)) <= 1.02 * card.packed_bytes
 

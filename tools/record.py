@@ -1,0 +1,113 @@
+"""Record the commands as plain text, as a person at a terminal saw them: `python tools/record.py [NAME...]`.
+
+It runs the real commands on a pseudo-terminal, types what is scripted here, and writes prompts, input and output to
+docs/sessions/NAME.txt: escape codes are left out, and of a line that was rewritten its last state is kept. Without
+names all of them are recorded. `python tools/record.py NAME -- ARGUMENTS` records any other command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from screen import Screen, as_seen
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "docs" / "sessions"
+COLUMNS = 100
+SECONDS = 900
+PROMPT = r"(?:^|\n)[\w ]+> $"
+MAIN = [sys.executable, "-P", "-c", "from mlx_qkvshare.cli.app import main; main()"]
+# A model of 135M parameters soon repeats itself at the temperatures that larger ones like.
+SAMPLED = ("--max-tokens", "60", "--temperature", "0.9", "--seed", "1")
+
+
+@dataclass(frozen=True)
+class Recording:
+    """`arguments` of `qkvshare`, and the lines to type at its prompts."""
+
+    arguments: Sequence[str]
+    lines: Sequence[str] = ()
+
+
+RECORDINGS = {
+    "demo": Recording(["demo"]),
+    "chat": Recording(
+        ["chat", "--team", "plan-write-review", *SAMPLED],
+        [
+            "/file cli/data/garden_handbook.txt",
+            "What should a leaflet for new gardeners say about compost?",
+            "/to writer",
+            "Write two sentences for the leaflet.",
+            "/fork bold",
+            "Now write them as one slogan.",
+            "/to writer",
+            "/agents",
+            "/all What is missing?",
+            "/rewind",
+            "/stats",
+            "/save leaflet",
+            "/context",
+            "/quit",
+        ],
+    ),
+    "run": Recording([*("run", "Is a school garden worth the work?", "--team", "debate"), *SAMPLED]),
+    "doctor": Recording(["doctor"]),
+}
+
+
+@contextlib.contextmanager
+def a_home_of_its_own():
+    """Variables for a home folder that has the user's models, and not the user's history, cards and verdicts."""
+    from mlx_qkvshare.folders import default_cache_dir
+
+    cache = default_cache_dir()
+    with tempfile.TemporaryDirectory() as folder:
+        here = Path(folder) / cache.relative_to(Path.home())
+        here.mkdir(parents=True)
+        for path in cache.iterdir() if cache.is_dir() else ():
+            if (path / "config.json").exists():
+                (here / path.name).symlink_to(path)
+        hub = os.environ.get("HF_HOME") or str(Path.home() / ".cache" / "huggingface")
+        yield {"HOME": folder, "HF_HOME": hub}
+
+
+def record(recording: Recording, env: dict[str, str]) -> str:
+    """Everything that was to be seen, the command included. Raises `SystemExit` if it did not end with 0."""
+    os.chdir(ROOT)
+    with contextlib.closing(Screen([*MAIN, *recording.arguments], columns=COLUMNS, env=env)) as screen:
+        for line in recording.lines:
+            screen.wait_for(PROMPT, SECONDS)
+            screen.type(line + "\n")
+        if (code := screen.end(SECONDS)) != 0:
+            raise SystemExit(f"qkvshare {shlex.join(recording.arguments)} ended with {code}:\n{as_seen(screen.raw)}")
+        text = f"$ qkvshare {shlex.join(recording.arguments)}\n{as_seen(screen.raw).rstrip()}\n"
+    for place, name in ((env["HOME"], "~"), (str(ROOT), "."), (str(Path.home()), "~")):
+        text = text.replace(place, name)
+    return text
+
+
+def main(arguments: list[str]) -> None:
+    if "--" in arguments:
+        name, _, *command = arguments
+        chosen = {name: Recording(command)}
+    elif unknown := set(arguments) - set(RECORDINGS):
+        raise SystemExit(f"expected names of {', '.join(RECORDINGS)}; got {', '.join(sorted(unknown))}")
+    else:
+        chosen = {name: RECORDINGS[name] for name in arguments or RECORDINGS}
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with a_home_of_its_own() as env:
+        for name, recording in chosen.items():
+            path = FOLDER / f"{name}.txt"
+            path.write_text(record(recording, env), encoding="utf-8")
+            print(path.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
