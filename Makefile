@@ -9,7 +9,7 @@ OR_NONE := $(if $(ARGS), || test $$? -eq 5)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SYSTEM := $(shell uname -s)
-EXTRAS := dev,gguf
+EXTRAS := dev,gguf,plots
 ifeq ($(SYSTEM),Linux)
 EXTRAS := $(EXTRAS),cpu
 # Expanded when a recipe runs, so after the installation.

@@ -31,6 +31,7 @@ def _add_commands_with_models() -> None:
     from .chat import chat
     from .demo import demo
     from .doctor import doctor
+    from .plan import plan
     from .run import run
     from .serve import serve
 
@@ -38,6 +39,7 @@ def _add_commands_with_models() -> None:
     app.command()(chat)
     app.command()(run)
     app.command()(doctor)
+    app.command()(plan)
     app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
     app.add_typer(bench.app, name="bench")
 

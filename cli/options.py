@@ -119,13 +119,24 @@ def find_team(agents: list[str] | None, name: str | None, default: Team) -> Team
     return Team.of(agents) if agents else default
 
 
-def parse_bytes(text: str) -> int:
+def parse_bytes(text: str, name: str = "budget") -> int:
     """ "512M" -> 536870912; K, M, G and T count in 1024s."""
     match = _SIZE.fullmatch(text.strip())
     count = int(float(match[1]) * _UNITS[match[2].lower()]) if match else 0
     if count <= 0:
-        raise InvalidValueError(f"--budget: expected a size such as 512M or 2G, got {text!r}")
+        raise InvalidValueError(f"--{name}: expected a size such as 512M or 2G, got {text!r}")
     return count
+
+
+def parse_counts(text: str, name: str) -> list[int]:
+    """ "1,2,4" -> [1, 2, 4], the value of option `name`."""
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        counts = [0]
+    if min(counts) <= 0:
+        raise InvalidValueError(f"--{name}: expected whole numbers above 0, as in 1,2,4; got {text!r}")
+    return counts
 
 
 def load_model(source: str | None, cache_dir: Path | None, terminal: Terminal) -> LoadedModel:

@@ -13,7 +13,7 @@ from .bench_stock import PREFILL_STEP, StockCache, stock_quantized
 from .errors import IntegrityError
 from .handoff import HandoffCoordinator, HandoffRecord
 from .manager import SharedKVCacheManager
-from .measure import AS_ASKED, buffer_address, interleaved_medians, live_bytes, peak_bytes, sample_tokens, seconds
+from .measure import AS_ASKED, buffer_address, interleaved_medians, live_bytes, sample_tokens, seconds
 from .session import AgentSession
 from .spec import QuantSpec
 
@@ -86,7 +86,7 @@ def bench_memory(
     for shared_tokens in tokens:
         shared = sample_tokens(lm.tokenizer, shared_tokens)
         note(f"{shared_tokens} shared tokens: ours")
-        ours = _ours_live(lm, shared, max(agents), private_tokens, quant)
+        ours = ours_live(lm, shared, max(agents), private_tokens, quant)
         note(f"{shared_tokens} shared tokens: mlx-lm LRUPromptCache, full precision")
         stock = _stock_live(lm, shared, max(agents), private_tokens)
         note(f"{shared_tokens} shared tokens: mlx-lm LRUPromptCache, {quant.k_bits} bits")
@@ -108,8 +108,8 @@ def _private_ids(lm: LoadedModel, index: int, count: int) -> list[int]:
     return sample_tokens(lm.tokenizer, count, skip=4000 + 100 * index)
 
 
-def _ours_live(lm: LoadedModel, shared: list[int], num_agents: int, private: int, quant: QuantSpec) -> list[int]:
-    """Live bytes with 0, 1, … agents, the shared prefix included."""
+def ours_live(lm: LoadedModel, shared: list[int], num_agents: int, private: int, quant: QuantSpec) -> list[int]:
+    """Live bytes with 0, 1, … agents of `private` tokens of their own each, the `shared` prefix included."""
     before = live_bytes()
     manager = SharedKVCacheManager(lm.spec, quant, **AS_ASKED)
     with AgentSession("prefill", lm, manager, prefill_step_tokens=PREFILL_STEP) as first:
@@ -287,24 +287,3 @@ def _handoff_row(lm: LoadedModel, ring: _Ring, decode_tokens: int, repeats: int,
         decode_stock_quantized_seconds_per_token=decode.get("quantized"),
         decode_stock_seconds_per_token=decode["full"],
     )
-
-
-# --- what a prefill peaks at ---------------------------------------------------------------------
-
-
-def prefill_peaks(lm: LoadedModel, num_tokens: int, quant: QuantSpec | None = None) -> dict[str, int]:
-    """Peak bytes above the weights of prefill + seal, of mlx-lm's full-precision prefill, and a layer's K/V."""
-    ids = sample_tokens(lm.tokenizer, num_tokens)
-
-    def ours() -> None:
-        agent = AgentSession(
-            "peak", lm, SharedKVCacheManager(lm.spec, quant, allow_unsafe=True), prefill_step_tokens=PREFILL_STEP
-        )
-        agent.prefill(ids)
-        agent.seal()
-
-    ours_peak = peak_bytes(ours)
-    stock_peak = peak_bytes(lambda: StockCache(lm, ids))
-    rows = (it.sealed_rows(num_tokens) * it.row_bytes(lm.spec.item_bytes) for it in lm.spec.attention)
-    layer = max(rows, default=0)
-    return {"tokens": num_tokens, "ours_peak_bytes": ours_peak, "stock_peak_bytes": stock_peak, "layer_bytes": layer}

@@ -6,6 +6,7 @@ Letters: H query heads, Hk KV heads, R = H / Hk, L new tokens, N sessions, T tok
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ class AttentionShape:
 @dataclass(frozen=True)
 class AttentionRow:
     """Milliseconds of one layer by each route, and GB/s: the bytes that must be read once, in the time that it took.
+    `read_bandwidth` is the ceiling of the latter.
 
     kind: "one" session with `queries` new tokens, or a "batch" of `sessions` with one each; `rows` is R times either.
     cold: consecutive layers lie in different memory, as in a model; warm: the same layer over and over.
@@ -63,6 +65,7 @@ class AttentionRow:
     cold_milliseconds: dict[str, float | None]
     warm_milliseconds: dict[str, float | None]
     cold_gigabytes_per_second: dict[str, float | None]
+    warm_gigabytes_per_second: dict[str, float | None]
     route: str
 
     @property
@@ -100,6 +103,41 @@ def bench_attention(
 def table_of(rows: Sequence[AttentionRow]) -> RouteTable:
     """The router's table of this device."""
     return RouteTable(device_name(), tuple(row.point for row in rows))
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """Where the route to take changes: `below` up to `rows_below` query rows of each KV head, `above` from `rows_above`
+    on. Alone, with both None, where one route is the best all along."""
+
+    kind: Kind
+    bits: int
+    tokens: int
+    below: str
+    rows_below: int | None = None
+    above: str | None = None
+    rows_above: int | None = None
+
+    def __str__(self) -> str:
+        who = "one session" if self.kind == "one" else "sessions together"
+        place = f"{who}, {self.bits} bits, {self.tokens} tokens"
+        if self.above is None:
+            return f"{place}: {self.below} throughout"
+        return f"{place}: {self.below} up to {self.rows_below} rows, {self.above} from {self.rows_above}"
+
+
+def crossovers(rows: Sequence[AttentionRow]) -> list[Crossover]:
+    """Those that the router should use, for every kind, number of bits and of tokens."""
+    found: list[Crossover] = []
+    for place in dict.fromkeys((row.kind, row.bits, row.tokens) for row in rows):
+        line = sorted((it for it in rows if (it.kind, it.bits, it.tokens) == place), key=lambda it: it.rows)
+        changes = [
+            Crossover(*place, before.route, before.rows, after.route, after.rows)
+            for before, after in itertools.pairwise(line)
+            if before.route != after.route
+        ]
+        found += changes or [Crossover(*place, line[0].route)]
+    return found
 
 
 def choose(milliseconds: dict[str, float | None], leanest: Route) -> Route:
@@ -163,7 +201,6 @@ class _Context:
         tails = sum(cache.nbytes for cache in (row[0] for row in caches))
         full_bytes = sessions * sum(array.nbytes for array in self._full[0]) + tails
         sizes = {name: full_bytes if name == FULL_PRECISION else packed_bytes + tails for name in _NAMES}
-        speed = {name: None if cold[name] is None else sizes[name] / cold[name] / 1e6 for name in _NAMES}  # type: ignore[operator]
         for prefix in prefixes:
             prefix.release()
         return AttentionRow(
@@ -175,7 +212,8 @@ class _Context:
             tokens=self._tokens,
             cold_milliseconds=cold,
             warm_milliseconds=warm,
-            cold_gigabytes_per_second=speed,
+            cold_gigabytes_per_second=_speeds(sizes, cold),
+            warm_gigabytes_per_second=_speeds(sizes, warm),
             route=choose(cold, self._leanest(count * self._shape.gqa_factor)).value,
         )
 
@@ -220,6 +258,11 @@ class _Context:
 
 
 _NAMES = [*(route.value for route in Route), FULL_PRECISION]
+
+
+def _speeds(sizes: dict[str, int], milliseconds: dict[str, float | None]) -> dict[str, float | None]:
+    """GB/s of what must be read at least."""
+    return {name: None if took is None else sizes[name] / took / 1e6 for name, took in milliseconds.items()}
 
 
 def _milliseconds(value: float | None) -> float | None:

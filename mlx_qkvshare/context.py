@@ -188,7 +188,7 @@ class TokenContext:
         total = left = len(token_ids)
         while left:
             limit = yield left
-            size = _chunk_size(left, self._step if limit is None else max(1, min(limit, self._step)))
+            size = chunk_size(left, self._step if limit is None else max(1, min(limit, self._step)))
             chunk = token_ids[total - left : total - left + size]
             logits = self._run(_known(chunk))[-1]
             left -= size
@@ -491,7 +491,7 @@ def run_through(steps: Prefilling) -> None:
         pass
 
 
-def _chunk_size(left: int, limit: int) -> int:
+def chunk_size(left: int, limit: int) -> int:
     """Tokens of the next chunk when `left` are missing and at most `limit` may run at once."""
     if left <= min(limit, 2 * _LAST_CHUNK_TOKENS):
         return left

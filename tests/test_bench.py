@@ -12,8 +12,9 @@ from core_helpers import K8V8, loaded
 from reference import T
 from test_windows import RECURRENT, SLIDING
 
-from mlx_qkvshare.bench import bench_handoff, bench_memory, prefill_peaks
+from mlx_qkvshare.bench import bench_handoff, bench_memory
 from mlx_qkvshare.bench_decode import bench_decode
+from mlx_qkvshare.bench_prefill import bench_prefill
 from mlx_qkvshare.bench_restore import RestoreRow, bench_restore
 from mlx_qkvshare.bench_stock import StockCache
 from mlx_qkvshare.errors import IntegrityError
@@ -105,15 +106,23 @@ def test_mlx_lms_cache_is_as_before_after_a_timed_run(lm):
         assert timed() > 0 and mx.array_equal(answer(), before)
 
 
-def test_peaks_of_every_kind(lm):
-    assert 0 < prefill_peaks(lm, TOKENS)["layer_bytes"] <= TOKENS * lm.spec.private_token_bytes
+def test_peaks_of_a_prefill_are_counted_for_every_kind(lm):
+    small, large = bench_prefill(lm, tokens=(TOKENS, 8 * TOKENS), repeats=2, quant=K8V8)
+    for row in (small, large):
+        assert row.ours_peak_bytes >= lm.spec.context_bytes(row.tokens), (
+            "the tail is in full precision until it is sealed"
+        )
+        assert row.stock_peak_bytes > 0 and row.ratio == row.ours_peak_bytes / row.stock_peak_bytes
+        assert (row.stock_quantized_peak_bytes is None) == bool(lm.spec.windows)
+        assert min(row.ours_seconds, row.stock_seconds) > 0
+    assert large.ours_peak_bytes > 2 * small.ours_peak_bytes
 
 
-@pytest.mark.parametrize("command", ["memory", "handoff", "decode", "restore"])
+@pytest.mark.parametrize("command", ["memory", "handoff", "decode", "prefill", "restore"])
 def test_the_command_says_that_mlx_lm_refuses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str) -> None:
     folder = save_tiny(tmp_path, **SLIDING)
     turn = ["--repeats", 1, "--turn", 4]
-    options = {"memory": ["--agents", 1], "handoff": turn, "decode": ["--agents", 1], "restore": turn}[command]
+    options = {"memory": ["--agents", 1], "decode": ["--agents", 1], "prefill": []}.get(command, turn)
     if command == "decode":
         options += ["--repeats", 1, "--steps", 1]
     result = run(monkeypatch, "bench", command, "--model", folder, "--tokens", TOKENS, *options)

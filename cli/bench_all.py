@@ -1,0 +1,188 @@
+"""`qkvshare bench all`: all of it in one go, a summary, files to keep, and what changed since."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from .. import LoadedModel, QuantSpec
+from ..bench_all import Bench, Headline, Sizes, headlines, suite
+from ..bench_compare import BYTES_LIMIT, FORMAT, NOISE, Comparison, compare, read_results, worst_first
+from ..errors import InvalidValueError, QKVShareError
+from ..folders import written_whole
+from ..measure import report
+from ..model import DEFAULT_MODEL
+from ..plots import can_draw, draw
+from .bench_tables import print_place
+from .options import CacheDir, GroupSize, Model, load_model, parse_counts
+from .terminal import Terminal, format_bytes, format_seconds, harmless, make_table, one_line
+
+RESULTS = "results.json"
+
+
+def run_all(
+    model: Model = None,
+    out: Annotated[Path, typer.Option(help="Folder for results.json and plots.")] = Path("qkvshare-bench"),
+    old: Annotated[
+        Path | None,
+        typer.Option("--compare", help="Results of before: print ratios, exit 1 if bytes or quality got worse."),
+    ] = None,
+    noise: Annotated[float, typer.Option(help="A time that grew by more is called slower.", min=1.0)] = NOISE,
+    only: Annotated[str, typer.Option(help="Some of them, comma separated.", show_default="all")] = "",
+    agents: Annotated[str, typer.Option(help="Agents, comma separated.")] = "1,2,4,8",
+    tokens: Annotated[
+        str, typer.Option(help="Tokens prefilled, handed over, restored, comma separated.")
+    ] = "128,256,512",
+    shared: Annotated[int, typer.Option(help="Tokens that agents decode on, and of the quality test.", min=64)] = 512,
+    repeats: Annotated[int, typer.Option(help="Timed rounds behind each median.", min=1)] = 2,
+    bits: Annotated[int, typer.Option(help="Bits of keys and values, both sides.")] = 8,
+    group_size: GroupSize = 64,
+    cache_dir: CacheDir = None,
+    json_only: Annotated[bool, typer.Option("--json", help="Print the results as one JSON line alone.")] = False,
+) -> None:
+    """Memory, handoff, decode, prefill, attention, restore and fidelity in some minutes; with plots of them."""
+    terminal = Terminal()
+    sizes = Sizes(
+        agents=tuple(parse_counts(agents, "agents")),
+        tokens=tuple(parse_counts(tokens, "tokens")),
+        shared_tokens=shared,
+        repeats=repeats,
+        quant=QuantSpec(bits, bits, group_size),
+    )
+    benches = suite([name.strip() for name in only.split(",") if name.strip()])
+    before = None if old is None else read_results(old)
+    if before is not None and before["model"] != (name := model or DEFAULT_MODEL):  # before minutes are spent
+        raise InvalidValueError(f"[compare] model: expected results of {name}, got those of {before['model']}")
+    lm = load_model(model, cache_dir, terminal)
+    results = _measure(terminal, lm, benches, sizes, model or DEFAULT_MODEL, out / RESULTS)
+    found = None if before is None else compare(before, results, noise=noise)
+    if json_only:
+        print(json.dumps(results), file=terminal.out.file)
+    else:
+        _print_headlines(terminal, headlines(results["results"]))
+        if found is not None:
+            _print_comparison(terminal, found, noise)
+    _draw(terminal, results, out)
+    for name, reason in results["failed"].items():
+        terminal.error(f"{name} failed: {reason}")
+    if results["failed"] or (found is not None and found.regressions):
+        raise typer.Exit(1)
+
+
+def _measure(
+    terminal: Terminal, lm: LoadedModel, benches: Mapping[str, Bench], sizes: Sizes, model: str, path: Path
+) -> dict[str, Any]:
+    """Results of all that did not fail, written anew to `path` after each: Ctrl-C loses the one that runs."""
+    results = report("all", model, []) | {"format": FORMAT, "settings": _settings(sizes), "results": {}, "failed": {}}
+    with _progress(terminal, len(benches)) as (begin, note):
+        for name, bench in benches.items():
+            begin(name)
+            start = time.perf_counter()
+            try:
+                found = bench(lm, sizes, note)
+            except Exception as error:  # whatever it is, the others' figures are not lost for it
+                kind = "" if isinstance(error, QKVShareError) else f"{type(error).__name__}: "
+                results["failed"][name] = f"{kind}{error}"
+            else:
+                results["results"][name] = found | {"seconds": time.perf_counter() - start}
+            with written_whole(path) as partial:
+                partial.write_text(json.dumps(results, indent=1), encoding="utf-8")
+    return results
+
+
+def _settings(sizes: Sizes) -> dict[str, Any]:
+    return dataclasses.asdict(sizes) | {"quant": str(sizes.quant)}
+
+
+@contextlib.contextmanager
+def _progress(terminal: Terminal, count: int) -> Iterator[tuple[Callable[[str], None], Callable[[str], None]]]:
+    """A bar on a terminal, else a line for each step: begin a bench by its name, and note what it does."""
+    begun: list[str] = []
+    if not terminal.err.is_terminal or terminal.err.color_system is None:
+        yield begun.append, lambda text: terminal.note(f"[{len(begun)}/{count}] {begun[-1]}: {text}")
+        return
+    columns = (BarColumn(20), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    # Drawn when something begins, not by a thread of its own, which would be measured, too.
+    with Progress(*columns, console=terminal.err, transient=True, auto_refresh=False) as bar:
+        task = bar.add_task("", total=count)
+
+        def begin(name: str) -> None:
+            bar.update(task, completed=len(begun), description=name, refresh=True)
+            begun.append(name)
+
+        yield begin, lambda text: bar.update(task, description=one_line(f"{begun[-1]}: {text}"), refresh=True)
+
+
+# --- what is shown --------------------------------------------------------------------------------
+
+_UNITS: dict[str, Callable[[float], str]] = {
+    "bytes": format_bytes,
+    "seconds": format_seconds,
+    "tokens/s": lambda rate: f"{rate:.1f} tokens/s",
+    "nats": lambda kl: f"{kl:.1e}",
+}
+
+
+def _print_headlines(terminal: Terminal, found: list[Headline]) -> None:
+    print_place(terminal, "Ours beside mlx-lm, in one process")
+    table = make_table(terminal, "", "ours", "mlx-lm", "ours is")
+    last = ""
+    for it in found:
+        if it.bench != last:
+            table.add_row(it.bench, "", "", "")
+            last = it.bench
+        show = _UNITS[it.unit]
+        stock = "-" if it.stock is None else show(it.stock)
+        table.add_row(f"  {it.what}", show(it.ours), stock, _advantage(it))
+    terminal.out.print(table)
+
+
+def _advantage(it: Headline) -> str:
+    """In words, so that nobody has to know which way a ratio goes."""
+    if it.stock is None or not it.ours or not it.stock:
+        return ""
+    ratio = it.ours / it.stock if it.unit == "tokens/s" else it.stock / it.ours
+    better, worse = {"bytes": ("smaller", "larger"), "nats": ("closer", "further off")}.get(
+        it.unit, ("faster", "slower")
+    )
+    if 1 / 1.05 < ratio < 1.05:
+        return "the same"
+    return f"{ratio:.3g} x {better}" if ratio > 1 else f"{1 / ratio:.3g} x {worse}"
+
+
+def _print_comparison(terminal: Terminal, found: Comparison, noise: float) -> None:
+    table = make_table(terminal, "ours, against before", "old", "new", "ratio", "")
+    units = {"bytes": format_bytes, "time": format_seconds, "rate": _UNITS["tokens/s"], "kl": _UNITS["nats"]}
+    for it in worst_first(found.changes):
+        show = units.get(it.kind, lambda share: f"{share:.3f}")
+        if it.name.partition(".")[0].endswith("milliseconds"):
+            show = lambda value: format_seconds(value / 1e3)  # noqa: E731
+        cells = (show(it.old), show(it.new), f"{it.ratio:.3f}", it.verdict)
+        table.add_row(f"{it.place}: {it.name}", *cells)
+    terminal.out.print(table)
+    drift = (
+        f"mlx-lm's own times: x {found.drift:.2f}; slower is a time of ours that grew by x {noise:g} beyond that."
+        if found.drift is not None
+        else "Times are of another machine: no time is called slower."
+    )
+    terminal.line(f"{drift}\nA regression: bytes above x {BYTES_LIMIT:g}, or quality (mean KL, top-1, recall).")
+    for name in found.missing:
+        terminal.line(f"no longer there: {name}")
+    terminal.line(f"regressions: {len(found.regressions)}")
+
+
+def _draw(terminal: Terminal, results: Mapping[str, Any], out: Path) -> None:
+    files = [out / RESULTS]
+    if can_draw():
+        files += draw(results, out)
+    else:
+        terminal.note("no plots: they need matplotlib, pip install 'mlx-qkvshare[plots]'")
+    terminal.note(harmless(f"wrote {files[0]}" + (f" and {len(files) - 1} plots beside it" if files[1:] else "")))

@@ -1,0 +1,207 @@
+"""`qkvshare bench all`: every benchmark at small sizes, as one set of results, and its headline figures."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .bench import bench_handoff, bench_memory
+from .bench_attention import AttentionShape, bench_attention, crossovers, read_bandwidth
+from .bench_decode import bench_decode
+from .bench_prefill import bench_prefill
+from .bench_restore import bench_restore
+from .calibrate import calibrate
+from .errors import InvalidValueError
+from .fidelity import fidelity, standard_candidates
+from .passages import TEXTS, copy_passage, passage, text_of
+from .plan import query_heads
+from .spec import QuantSpec
+
+if TYPE_CHECKING:
+    from .model import LoadedModel
+
+Note = Callable[[str], None]
+Bench = Callable[["LoadedModel", "Sizes", Note], dict[str, Any]]
+"""Gives "rows", each a plain dict, and what else was found."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much of it: minutes on a laptop by default.
+
+    tokens: lengths of a context that is prefilled, handed over and restored. shared_tokens: of the one that `agents`
+    decode on together and whose quality is measured.
+    """
+
+    agents: tuple[int, ...] = (1, 2, 4, 8)
+    tokens: tuple[int, ...] = (128, 256, 512)
+    shared_tokens: int = 512
+    repeats: int = 2
+    quant: QuantSpec = dataclasses.field(default_factory=QuantSpec)
+
+
+def _memory(lm: LoadedModel, sizes: Sizes, note: Note) -> dict[str, Any]:
+    rows = bench_memory(lm, agents=sizes.agents, tokens=(sizes.shared_tokens,), quant=sizes.quant, note=note)
+    return _result(rows)
+
+
+def _handoff(lm: LoadedModel, sizes: Sizes, note: Note) -> dict[str, Any]:
+    options: dict[str, Any] = {"decode_tokens": 8, "repeats": sizes.repeats, "quant": sizes.quant, "note": note}
+    return _result(bench_handoff(lm, tokens=sizes.tokens, **options))
+
+
+def _decode(lm: LoadedModel, sizes: Sizes, note: Note) -> dict[str, Any]:
+    options: dict[str, Any] = {"steps": 3, "repeats": sizes.repeats, "quant": sizes.quant, "note": note}
+    return _result(bench_decode(lm, agents=sizes.agents, tokens=(sizes.shared_tokens,), **options))
+
+
+def _prefill(lm: LoadedModel, sizes: Sizes, note: Note) -> dict[str, Any]:
+    return _result(bench_prefill(lm, tokens=sizes.tokens, quant=sizes.quant, note=note))
+
+
+def _attention(lm: LoadedModel, sizes: Sizes, note: Note) -> dict[str, Any]:
+    """One layer of this model."""
+    layer = max(lm.spec.attention, key=lambda it: it.k_head_dim)
+    shape = AttentionShape(query_heads(lm.spec, _config(lm)), layer.n_kv_heads, layer.k_head_dim)
+    sides: dict[str, Any] = {"queries": (1, 16, 64), "sessions": (1, max(sizes.agents)), "repeats": sizes.repeats}
+    rows = bench_attention(shape, tokens=(sizes.shared_tokens,), group_size=sizes.quant.group_size, note=note, **sides)
+    found = [dataclasses.asdict(crossover) for crossover in crossovers(rows)]
+    return _result(rows) | {"ceiling_gigabytes_per_second": read_bandwidth() / 1e9, "crossovers": found}
+
+
+def _config(lm: LoadedModel) -> Mapping[str, Any]:
+    return vars(lm.model.args) if hasattr(lm.model, "args") else {}
+
+
+def _restore(lm: LoadedModel, sizes: Sizes, note: Note) -> dict[str, Any]:
+    return _result(bench_restore(lm, tokens=sizes.tokens, repeats=sizes.repeats, quant=sizes.quant, note=note))
+
+
+def _fidelity(lm: LoadedModel, sizes: Sizes, note: Note) -> dict[str, Any]:
+    """Of a 16-bit cache, by one text and a copy."""
+    text, prefix = text_of(TEXTS[0]), sizes.shared_tokens
+    passages = [
+        passage(lm.tokenizer, TEXTS[0], text, prefix_tokens=prefix, scored_tokens=prefix // 4),
+        copy_passage(lm.tokenizer, text, prefix_tokens=prefix, scored_tokens=prefix // 2),
+    ]
+    note("key factors")
+    candidates = standard_candidates(calibrate(lm))
+    return _result(fidelity(lm, candidates, passages, dtype="float16", note=note))
+
+
+SUITE: dict[str, Bench] = {
+    "memory": _memory,
+    "handoff": _handoff,
+    "decode": _decode,
+    "prefill": _prefill,
+    "attention": _attention,
+    "restore": _restore,
+    "fidelity": _fidelity,
+}
+"""By the name of the command that has more of it."""
+
+
+def suite(names: Sequence[str]) -> dict[str, Bench]:
+    """Those of `SUITE` that are named, all for none. Raises `InvalidValueError` for a name that it has not."""
+    if unknown := [name for name in names if name not in SUITE]:
+        raise InvalidValueError(f"[bench all] benches: expected some of {list(SUITE)}, got {unknown}")
+    return {name: bench for name, bench in SUITE.items() if not names or name in names}
+
+
+def _result(rows: Sequence[Any]) -> dict[str, Any]:
+    return {"rows": [dataclasses.asdict(row) for row in rows]}
+
+
+# --- headline figures -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Headline:
+    """One figure of ours and of mlx-lm (None where it has none); `unit` is bytes, seconds, tokens/s or nats."""
+
+    bench: str
+    what: str
+    ours: float
+    stock: float | None
+    unit: str
+
+
+def headlines(benches: Mapping[str, Mapping[str, Any]]) -> list[Headline]:
+    """The figures of `benches` (results by name; any may be missing) that say the most."""
+    found: list[Headline] = []
+    for name, figures in _HEADLINES.items():
+        if name in benches and (rows := benches[name]["rows"]):
+            row = rows[-1]
+            for what, ours, stock, unit in figures:
+                found.append(Headline(name, what.format(**row), row[ours], row[stock] if stock else None, unit))
+    found += _attended(benches.get("attention", {}).get("rows", ()))
+    return found + _quality(benches.get("fidelity", {}).get("rows", ()))
+
+
+def _attended(rows: Sequence[Mapping[str, Any]]) -> list[Headline]:
+    """One layer by the route to take, beside full precision, for one new token and for the most sessions."""
+    found = []
+    for row in (*rows[:1], *rows[-1:]):
+        took, who = (
+            row["cold_milliseconds"],
+            f"{row['queries']} new token" if row["kind"] == "one" else f"{row['sessions']} agents",
+        )
+        what = f"one layer, {who}, {row['bits']} bits"
+        found.append(Headline("attention", what, took[row["route"]] / 1e3, took["full_precision"] / 1e3, "seconds"))
+    return found
+
+
+def _quality(rows: Sequence[Mapping[str, Any]]) -> list[Headline]:
+    """The presets, beside mlx-lm at as many bits."""
+    by_name = {row["config"]: row for row in rows}
+    found = []
+    for name, bits in (("safe", 8), ("balanced", 6), ("tight", 4)):
+        ours, stock = by_name.get(name), by_name.get(f"mlx-lm {bits} bit", {})
+        if ours is not None and ours["kl_mean"] is not None:
+            what = f"mean KL, {name} / {bits} bits"
+            found.append(Headline("fidelity", what, ours["kl_mean"], stock.get("kl_mean"), "nats"))
+    return found
+
+
+Figures = tuple[tuple[str, str, str | None, str], ...]
+_HEADLINES: dict[str, Figures] = {
+    "memory": (
+        ("{agents} agents on {shared_tokens} tokens", "ours_bytes", "stock_bytes", "bytes"),
+        ("one agent more", "ours_extra_per_agent_bytes", None, "bytes"),
+    ),
+    "handoff": (
+        ("handoff of {tokens} tokens", "handoff_seconds", None, "seconds"),
+        ("bytes copied by it", "bytes_copied", None, "bytes"),
+        ("first token (mlx-lm: prefill)", "ttft_handoff_seconds", "ttft_reprefill_seconds", "seconds"),
+        (
+            "one agent's next token",
+            "decode_seconds_per_token",
+            "decode_stock_seconds_per_token",
+            "seconds",
+        ),
+    ),
+    "decode": (
+        (
+            "{agents} agents (mlx-lm: batch)",
+            "ours_tokens_per_second",
+            "stock_batch_tokens_per_second",
+            "tokens/s",
+        ),
+        ("KV read a step", "kv_bytes_read_per_step", "kv_bytes_read_per_step_stock", "bytes"),
+    ),
+    "prefill": (
+        ("peak, {tokens} tokens", "ours_peak_bytes", "stock_peak_bytes", "bytes"),
+        ("time", "ours_seconds", "stock_seconds", "seconds"),
+    ),
+    "restore": (
+        ("card (mlx-lm: file), {tokens} tokens", "card_bytes", "stock_file_bytes", "bytes"),
+        (
+            "first token (mlx-lm: prefill)",
+            "ttft_restore_seconds",
+            "ttft_reprefill_seconds",
+            "seconds",
+        ),
+    ),
+}
