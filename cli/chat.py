@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .. import CardStore, LoadedModel, QKVShareError, SharedKVCacheManager
+from .. import CardStore, QKVShareError, SharedKVCacheManager
 from ..folders import default_cache_dir, default_store_dir
-from ..model import DEFAULT_MODEL
 from ..spec import PRESETS
 from . import options
 from .commands import EndOfChat, ask, load, obey, save
@@ -18,6 +17,9 @@ from .interrupts import ends_by_signal
 from .lines import LineReader, clean
 from .team import Team
 from .terminal import Terminal, format_bytes
+
+if TYPE_CHECKING:
+    from ..model import LoadedModel
 
 DEFAULT_AGENTS = ["planner:You are the planner.", "writer:You are the writer."]
 
@@ -36,7 +38,7 @@ def banner(conversation: Conversation, model: LoadedModel, source: str | None) -
         sampled += "; agents have their own"
     return "\n".join(
         [
-            f"model        {source or DEFAULT_MODEL} ({model.spec.dtype})",
+            f"model        {options.model_name(source)} ({model.spec.dtype})",
             f"cache bits   {bits}",
             f"budget       {manager.budget_bytes} bytes ({format_bytes(manager.budget_bytes)})",
             f"context      {conversation.max_context} tokens",

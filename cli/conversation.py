@@ -7,7 +7,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import (
     AgentSession,
@@ -15,7 +15,6 @@ from .. import (
     CardStore,
     HandoffCoordinator,
     HandoffRecord,
-    LoadedModel,
     Message,
     QKVShareError,
     Restored,
@@ -30,6 +29,9 @@ from .round import Voice, take_round
 from .team import AgentSpec, Team
 from .terminal import ProgressLine, Terminal, format_bytes
 from .turn import Turn, Usage, advice, describe_limits, take_turn
+
+if TYPE_CHECKING:
+    from ..model import LoadedModel
 
 _MOST_CHARACTERS_PER_TOKEN = 64  # of any text worth reading
 

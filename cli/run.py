@@ -15,7 +15,6 @@ import typer
 from .. import CardStore, QKVShareError, SharedKVCacheManager
 from ..errors import BudgetExceededError, ContextLimitError, InvalidValueError
 from ..folders import default_store_dir
-from ..model import DEFAULT_MODEL
 from . import options
 from .commands import save, show_status
 from .conversation import ChatSettings, Conversation
@@ -192,5 +191,5 @@ def run(
             if save_as is not None:
                 code = work.save(save_as) or code
             if as_json:
-                print(json.dumps(work.report(model or DEFAULT_MODEL, what, code)), file=sys.stdout)
+                print(json.dumps(work.report(options.model_name(model), what, code)), file=sys.stdout)
     raise typer.Exit(code)
