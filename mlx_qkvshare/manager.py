@@ -231,7 +231,6 @@ class SharedKVCacheManager:
         looked: Mapping[int, Looked] = NOTHING,
         kind: str = DEFAULT_KIND,
         access: Access = TEAM_ACCESS,
-        domains: Collection[str] = (),
     ) -> SharedPrefix:
         """Quantize full-precision K/V once, freeze them in `slot`, and extend `prefix` (or a new one) by the segment.
 
@@ -243,8 +242,8 @@ class SharedKVCacheManager:
             looked: the queries of the last tokens by layer, with which the guard tries what was packed, and adaptive
                 precision sees which blocks matter.
             kind: what the tokens are, one of `allocate.KINDS`; adaptive precision gives some more bits than others.
-            access: of the new prefix where there is none; the segment is written into the prefix's domain.
-            domains: what some of the tokens were written into before, besides.
+            access: of the new prefix where there is none; the segment is written into the prefix's domain, and those of
+                its tail.
 
         Raises:
             NonFiniteError, InvalidValueError, BudgetExceededError (if the guard needs more than was allocated): the
@@ -267,7 +266,7 @@ class SharedKVCacheManager:
             source = Source(slot.slot, start, len(token_ids), prefix.views if prefix else (), looked, kind)
             report = GuardReport()
             packed = tuple(self._packer.pack(source, layers, report, consume=consume))
-            own = frozenset({(prefix.access if prefix else access).writes, *domains})
+            own = frozenset({prefix.access.writes, *prefix.holding.tail_domains} if prefix else {access.writes})
             segment = SharedSegment(
                 slot.slot, start, tuple(token_ids), packed, self.quant,
                 self.spec.fingerprint.digest, layers_checksum(packed), residuals_checksum(packed),
@@ -286,13 +285,12 @@ class SharedKVCacheManager:
         *,
         look: Callable[[int], Mapping[int, Looked]] | None = None,
         kind: str = DEFAULT_KIND,
-        domains: Collection[str] = (),
     ) -> None:
         """Extend `prefix` by `token_ids`, whose rows are the private tails of `caches`, one for each layer: by what
         stands sealed already, or by a segment of those rows. The caches keep none of them, unless it fails before the
-        first layer is packed. `look(n)` tells what attention asks for the last n tokens; `kind`, `domains` and what it
-        is for: `quantize_and_store`."""
-        if not token_ids or self.extend_if_sealed(prefix, token_ids, domains=domains):
+        first layer is packed. `look(n)` tells what attention asks for the last n tokens; `kind` and what it is for:
+        `quantize_and_store`."""
+        if not token_ids or self.extend_if_sealed(prefix, token_ids):
             return
         _check_kind(kind)  # before anything is taken from the caches
         num_looked = self._packer.num_looked
@@ -300,9 +298,7 @@ class SharedKVCacheManager:
         slot = self.allocate_shared_slot(len(token_ids), replacing=prefix)
         layers: list[Any] = [cache.take_tail() for cache in caches]
         try:
-            self.quantize_and_store(
-                slot, token_ids, layers, prefix=prefix, consume=True, looked=looked, kind=kind, domains=domains
-            )
+            self.quantize_and_store(slot, token_ids, layers, prefix=prefix, consume=True, looked=looked, kind=kind)
         except BaseException:
             if all(layer is not None for layer in layers):  # nothing was consumed yet
                 for cache, tail in zip(caches, layers, strict=True):
@@ -319,6 +315,7 @@ class SharedKVCacheManager:
             prefix.holding.private_rows = 0  # the tail's bytes are the segment's now
             self._table.fill(record, segment, prefix.views[-1].segment.slot if prefix.views else None)
             self._set_views(prefix.holding, (*prefix.views, SegmentView(segment, segment.num_tokens)))
+            prefix.holding.tail_domains = frozenset()
             self._counters["guarded"] += report.num_guarded
             self._counters["raised"] += len(report.raised)
             self._worst_error = max(self._worst_error, report.worst_error)
@@ -456,14 +453,12 @@ class SharedKVCacheManager:
                 self._counters["misses"] += 1
             return prefix
 
-    def extend_if_sealed(
-        self, prefix: SharedPrefix, token_ids: Sequence[int], *, domains: Collection[str] = ()
-    ) -> bool:
+    def extend_if_sealed(self, prefix: SharedPrefix, token_ids: Sequence[int]) -> bool:
         """If all of `token_ids` stand sealed behind `prefix` already, extend `prefix` by them and say True.
 
-        What was written into other `domains` as well stands nowhere.
+        What was written elsewhere before as well stands nowhere.
         """
-        if not prefix.access.may_find(domains, ()):
+        if not prefix.access.may_find(prefix.holding.tail_domains, ()):
             return False
         with self._locked():
             self._check_held(prefix.holding)
@@ -473,6 +468,7 @@ class SharedKVCacheManager:
             self._counters["reused_tokens"] += len(token_ids)
             prefix.release_tail()
             self._set_views(prefix.holding, views)
+            prefix.holding.tail_domains = frozenset()
             return True
 
     def ref_count(self, slot: int) -> int:
@@ -522,7 +518,9 @@ class SharedKVCacheManager:
     def fork_prefix(self, holding: Holding, access: Access) -> SharedPrefix:
         with self._locked():
             self._check_held(holding)
-            return self._retain(holding.views, access)
+            twin = self._retain(holding.views, access)
+            twin.holding.tail_domains = holding.tail_domains
+            return twin
 
     def write_in(self, holding: Holding, domain: str) -> None:
         with self._locked():

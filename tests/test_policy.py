@@ -644,6 +644,55 @@ def test_a_log_that_cannot_be_written_says_so(tmp_path):
         AuditLog(tmp_path / "missing" / "audit.jsonl")
 
 
+# --- labels of a tail that was written elsewhere before ------------------------------------------------
+
+
+@pytest.fixture
+def telling():
+    """An agent of the team whose tail has tokens that were private before."""
+    a = session("a", manager_of(), Access("team", frozenset({private("a")})))
+    a.prefill(ids(1))
+    a.seal()
+    a.sync(ids(1) + ids(2), domains={private("a")})
+    return a
+
+
+def test_an_interrupt_in_a_rewind_does_not_widen_who_may_read(telling):
+    class Interrupting(list):
+        def clear(self):
+            raise KeyboardInterrupt
+
+    telling._tail_ids = Interrupting(telling._tail_ids)
+    with pytest.raises(KeyboardInterrupt):
+        telling.rewind(30)
+    telling._tail_ids = list(telling._tail_ids)
+    telling.seal()
+    assert telling.token_ids == ids(1) + ids(2)
+    assert telling.prefix.views[-1].segment.own_domains == {"team", private("a")}
+
+
+def test_a_copy_of_the_caches_keeps_the_domains_of_its_tail(telling):
+    twin = copy.deepcopy(telling.caches)
+    prefix = twin[0].prefix
+    telling.manager.seal(prefix, twin, ids(2))
+    assert prefix.views[-1].segment.own_domains == {"team", private("a")}
+    assert telling.seal() == 24 and telling.prefix.views[-1].segment.own_domains == {"team", private("a")}
+
+
+def test_domains_go_with_the_tokens_that_had_them(telling):
+    telling.rewind(24)
+    telling.prefill(ids(3))
+    telling.seal()
+    assert telling.prefix.views[-1].segment.own_domains == {"team"}
+    telling.write_in(private("a"))
+    telling.prefill(ids(4))
+    telling.write_in("team")
+    telling.rewind(10)
+    telling.prefill(ids(5))
+    telling.seal()
+    assert telling.prefix.views[-1].segment.own_domains == {"team"}
+
+
 # --- every path ---------------------------------------------------------------------------------------
 
 SIZES = {"hidden": 32, "heads": 2, "kv_heads": 1, "head_dim": 32, "intermediate_size": 32, "vocab_size": 64}
