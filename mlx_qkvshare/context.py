@@ -291,6 +291,7 @@ class TokenContext:
 
     def _next_logits(self) -> mx.array:
         """The logits behind the last token; where its K/V came ready-made (a handoff, an exact hit), it runs again."""
+        self._prefix.require_readable()
         if (ready := self._logits) is not None:
             try:
                 self._require_finite(ready)

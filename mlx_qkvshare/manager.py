@@ -25,6 +25,7 @@ from .errors import (
     IntegrityError,
     InvalidValueError,
     NonFiniteError,
+    QKVShareError,
     RevokedError,
     SessionClosedError,
 )
@@ -165,6 +166,7 @@ class SharedKVCacheManager:
         self.dropped: collections.deque[int] = collections.deque()  # holders that were garbage collected
         self._ids, self._clock = itertools.count(1), itertools.count(1)
         self._counters: collections.Counter[str] = collections.Counter()
+        self._revoked_keys: set[str] = set()
         self.handoff_lock = threading.RLock()  # one handoff at a time, whatever coordinator carries it
         self.last_sequence: dict[str, int] = {}  # of every sender, against replay
 
@@ -391,9 +393,14 @@ class SharedKVCacheManager:
 
     def link(self, prefix: SharedPrefix, slots: Sequence[SharedSlot], contents: Sequence[Content]) -> None:
         """Extend `prefix` by sealed segments that were read from elsewhere, each behind the one before: [(seal, length
-        of the view, layers), …]. What another thread linked meanwhile is taken."""
+        of the view, layers), …]. What another thread linked meanwhile is taken.
+
+        Raises `RevokedError`, for what was revoked meanwhile, too.
+        """
         with self._locked():
             self._check_held(prefix.holding)
+            if any(not self._revoked_keys.isdisjoint(sealed.keys) for sealed, _, _ in contents):
+                raise RevokedError("[load_card] expected a context to read, got one that was revoked")
             views = prefix.views
             for slot, (sealed, length, layers) in zip(slots, contents, strict=True):
                 behind = views[-1] if views else None
@@ -438,14 +445,14 @@ class SharedKVCacheManager:
         """
         with self._locked():
             prefix = self._retain(self._table.longest(tuple(token_ids), access), access)
-        longest = max(prefix.num_tokens, held_tokens)
+        longest, returned = max(prefix.num_tokens, held_tokens), None
         if self.spill is not None and len(token_ids) > longest:  # not under the lock: it reads files
             returned = self.spill.find(self, token_ids, access, longer_than=longest)
             if returned is not None:
                 prefix.release()
                 prefix = returned
-                self._counters["returned"] += 1
         with self._locked():
+            self._counters["returned"] += returned is not None
             if prefix.num_tokens > held_tokens:
                 self._counters["hits"] += 1
                 self._counters["reused_tokens"] += prefix.num_tokens - held_tokens
@@ -624,17 +631,23 @@ class SharedKVCacheManager:
 
     # --- revocation ----------------------------------------------------------------------------------
 
-    def revoke(self, slot: int, *, stores: Iterable[Revoking] = ()) -> Receipt:
-        """Take the segment in `slot`, and all that was computed behind it, from everyone: in memory, where it was
-        spilled, and in `stores`.
+    def revoke(self, what: int | SharedSegment, *, stores: Iterable[Revoking] = ()) -> Receipt:
+        """Take a segment, or the one in this slot, and all that was computed behind it, from everyone: in memory, where
+        it was spilled, and in `stores`. A segment may have been evicted before.
 
         Who held any of it gets `RevokedError` from its next step on, and its own tail is not read again; other holders
-        never notice. Cards that name it go, and the stores refuse its bytes from now on, wherever they come from.
-        Raises `InvalidValueError` if the slot is free already.
+        never notice. Cards that name it go, and the stores and this manager refuse its bytes from now on, wherever
+        they come from.
+
+        Raises `InvalidValueError` if the slot is free already, and `CardError` where a store could not be told, which
+        is told again when the segment is revoked again; it is gone from all others then.
         """
         with self._locked():
-            records = self._table.branch(slot)
-            segments = [record.segment for record in records if record.segment is not None]
+            first = what if isinstance(what, SharedSegment) else self._table.stored(what)
+            records = self._table.branches(first.keys)
+            segments = [record.segment for record in records if record.segment is not None] or [first]
+            keys = {key for segment in segments for key in segment.keys}
+            self._revoked_keys |= keys
             slots = {record.slot.slot for record in records}
             holders = {holder for record in records for holder in record.holders}
             for holder in holders:
@@ -646,19 +659,25 @@ class SharedKVCacheManager:
             for record in reversed(records):
                 self._table.evict(record)
                 self._free_bytes += record.counted_bytes
-        keys = {key for segment in segments for key in segment.keys}
-        everywhere: list[Revoking] = [*stores] if self.spill is None else [*stores, self.spill]
-        gone = [store.revoke(keys) for store in everywhere]
+        gone, errors = [], []
+        for store in [*stores] if self.spill is None else [*stores, self.spill]:
+            try:
+                gone.append(store.revoke(keys))
+            except QKVShareError as error:
+                errors.append(error)
+        standing = [record.segment for record in records if record.segment is not None]
         receipt = Receipt(
-            slots=tuple(segment.slot for segment in segments),
+            slots=tuple(segment.slot for segment in standing),
             seals=tuple(seal for segment in segments for seal in segment.seals),
-            num_tokens=sum(segment.num_tokens for segment in segments),
-            nbytes=sum(segment.nbytes for segment in segments),
+            num_tokens=sum(segment.num_tokens for segment in standing),
+            nbytes=sum(segment.nbytes for segment in standing),
             num_holders=len(holders),
             cards=tuple(name for names, _ in gone for name in names),
             disk_bytes=sum(nbytes for _, nbytes in gone),
         )
-        self.note("revocation", **dataclasses.asdict(receipt))
+        self.note("revocation", num_failed_stores=len(errors), **dataclasses.asdict(receipt))
+        if errors:
+            raise errors[0]
         return receipt
 
     def note(self, event: str, **fields: Any) -> None:

@@ -11,7 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .card import Card, CardSegment
-from .errors import BudgetExceededError, CardError, FingerprintMismatchError, InvalidValueError, QKVShareError
+from .errors import (
+    BudgetExceededError,
+    CardError,
+    FingerprintMismatchError,
+    InvalidValueError,
+    QKVShareError,
+    RevokedError,
+)
 from .fingerprint import digest_text
 from .manager import SharedKVCacheManager
 from .policy import Access
@@ -61,14 +68,14 @@ class SpillStore(CardStore):
         """Write the chain that ends with an evicted segment; False where it cannot be kept, which is never an error:
         no room under `max_bytes`, a full disk, or others reading what would have to go."""
         try:
-            if any(self._is_revoked(view.segment) for view in views):
-                return False
             files = [segment_file(view.segment) for view in views]
             segments = segments_of(views, files, keep_tokens=True)
             name = digest_text(",".join(segment.digest for segment in segments))
             stop = views[-1].stop
             card = Card(name, "", 0, manager.spec, manager.quant, segments, stop, versions=versions())
             with self._alone_if_can() as is_alone:
+                if self._has_revoked(view.segment for view in views):
+                    return False
                 if self._is_covered(card):
                     return True
                 if len(card.encoded()) + sum(header.file_bytes for header, _ in files) > self.max_bytes:
@@ -155,8 +162,8 @@ class SpillStore(CardStore):
             with self._load(manager, cut) as loaded:
                 os.utime(path)
                 return loaded.prefix.fork(access)
-        except (BudgetExceededError, FingerprintMismatchError):
-            return None  # others may have the room, or the key factors
+        except (BudgetExceededError, FingerprintMismatchError, RevokedError):
+            return None  # others may have the room, or the key factors, or have revoked it meanwhile
         except (CardError, OSError):
             with contextlib.suppress(QKVShareError):
                 removed(path)
@@ -173,7 +180,7 @@ class SpillStore(CardStore):
                 if path not in self._known or self._known[path][0] != identity:
                     self._known[path] = identity, self._read_card(path)
                 card = self._known[path][1]
-                if not any(self._is_revoked(segment) for segment in card.segments):
+                if not self._has_revoked(card.segments):
                     yield path, card
 
 

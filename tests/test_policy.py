@@ -5,6 +5,7 @@ import json
 import shutil
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import mlx.core as mx
@@ -34,6 +35,8 @@ from mlx_qkvshare.errors import (
     AccessError,
     AuditError,
     BudgetExceededError,
+    CardError,
+    CardWriteError,
     HandoffError,
     InvalidValueError,
     RevokedError,
@@ -608,6 +611,172 @@ def test_a_seal_behind_what_is_revoked_meanwhile_is_refused():
     assert manager.stats().used_bytes == 0
     with pytest.raises(InvalidValueError, match="freed"):
         manager.revoke(slot.slot)
+
+
+def sealed(manager, name="a", *prompts):
+    agent = session(name, manager)
+    for prompt in prompts or (ids(1),):
+        agent.prefill(prompt)
+        agent.seal()
+    return agent
+
+
+def until_revoked(manager, segment, **options):
+    """Revoke from another thread, and wait until nothing of it stands in memory; the thread waits for the disk."""
+    thread = threading.Thread(target=manager.revoke, args=(segment,), kwargs=options)
+    thread.start()
+    while any(it.keys & segment.keys for it in manager.segments()):
+        time.sleep(0.001)
+    return thread
+
+
+def test_what_was_evicted_can_still_be_revoked(tmp_path):
+    spill = SpillStore(tmp_path, 10**8)
+    manager = manager_of(spill=spill)
+    agent = sealed(manager)
+    segment = agent.prefix.views[0].segment
+    agent.close()
+    manager.evict_unreferenced()
+    receipt = manager.revoke(segment)
+    assert (receipt.slots, receipt.seals, receipt.num_tokens, spill.used_bytes) == ((), segment.seals, 0, 0)
+    assert sealed(manager).last_prefill.reused_tokens == 0
+
+
+def test_what_came_back_under_another_slot_is_revoked(tmp_path):
+    manager = manager_of(spill=SpillStore(tmp_path, 10**8))
+    agent = sealed(manager)
+    segment = agent.prefix.views[0].segment
+    agent.close()
+    manager.evict_unreferenced()
+    again = sealed(manager)
+    assert again.last_prefill.reused_tokens == 24
+    manager.revoke(segment)
+    with pytest.raises(RevokedError):
+        again.generate_token()
+    manager.check_integrity(checksums=True)
+
+
+def test_a_store_that_fails_keeps_no_other_from_being_told_and_is_told_again(tmp_path):
+    class Failing(CardStore):
+        def revoke(self, keys):
+            if is_failing:
+                raise CardWriteError("disk")
+            return super().revoke(keys)
+
+    is_failing, cards, spill = True, Failing(tmp_path / "cards"), SpillStore(tmp_path / "spill", 10**8)
+    manager = manager_of(spill=spill, audit=AuditLog(tmp_path / "log"))
+    agent = sealed(manager)
+    manager.save_card(cards, "c", agent)
+    segment = agent.prefix.views[0].segment
+    further = agent.fork("b")
+    further.prefill(ids(2, 60))
+    further.seal()
+    further.close()
+    manager.evict_unreferenced()
+    with pytest.raises(CardWriteError, match="disk"):
+        manager.revoke(segment.slot, stores=[cards])
+    assert spill.names() == [] and cards.names() == ["c"]
+    is_failing = False
+    assert manager.revoke(segment, stores=[cards]).cards == ("c",)
+    events = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert [(event["event"], event["num_failed_stores"]) for event in events] == [("revocation", 1), ("revocation", 0)]
+
+
+def test_a_store_that_cannot_refuse_says_so_and_gives_nothing(tmp_path):
+    cards, manager = CardStore(tmp_path), manager_of()
+    agent = sealed(manager)
+    manager.save_card(cards, "c", agent)
+    (tmp_path / "revoked").write_text("")
+    with pytest.raises(CardWriteError, match="not revoked here"):
+        manager.revoke(agent.prefix.views[0].segment.slot, stores=[cards])
+    with pytest.raises(CardError, match="revoked"):
+        cards.load(manager_of(), "c")
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_revoked_bytes_that_no_card_names_leave_the_disk(tmp_path, is_known):
+    cards, manager = CardStore(tmp_path), manager_of()
+    agent = sealed(manager)
+    manager.save_card(cards, "c", agent)
+    cards.rm("c")
+    (path,) = (tmp_path / "segments").iterdir()
+    (tmp_path / "segments" / f".{path.stem}.x.safetensors").write_bytes(b"half")
+    if not is_known:
+        (tmp_path / "cards" / f"{'0' * 32}.json").write_text('{"format": 99, "card": {}}')
+    receipt = manager.revoke(agent.prefix.views[0].segment.slot, stores=[cards])
+    assert list((tmp_path / "segments").iterdir()) == ([] if is_known else [path])  # it may be a newer card's
+    assert receipt.disk_bytes > receipt.nbytes if is_known else receipt.disk_bytes == 4
+
+
+def test_an_empty_slot_is_not_revoked():
+    manager = make_manager()
+    slot = manager.allocate_shared_slot(5)
+    with pytest.raises(InvalidValueError, match="empty slot"):
+        manager.revoke(slot.slot)
+    manager.free_slot(slot)
+    manager.check_integrity()
+
+
+def test_a_card_that_is_revoked_while_it_is_loaded_does_not_stand_after(tmp_path, monkeypatch):
+    cards, manager, threads = CardStore(tmp_path), manager_of(), []
+    agent = sealed(manager)
+    manager.save_card(cards, "c", agent)
+    agent.close()
+    manager.evict_unreferenced()
+    read = cards._read_layers
+
+    def meanwhile(*args):  # another says the same, and that is revoked
+        segment = sealed(manager, "b").prefix.views[0].segment
+        threads.append(until_revoked(manager, segment, stores=[cards]))
+        return read(*args)
+
+    monkeypatch.setattr(cards, "_read_layers", meanwhile)
+    with pytest.raises(RevokedError):
+        cards.load(manager, "c")
+    threads[0].join()
+    assert manager.segments() == () and cards.names() == []
+    manager.check_integrity()
+
+
+def test_what_is_revoked_while_it_comes_back_from_disk_is_no_error_of_who_looked(tmp_path, monkeypatch):
+    spill, threads = SpillStore(tmp_path, 10**8), []
+    manager = manager_of(spill=spill)
+    agent = sealed(manager, "a", ids(1, 60))
+    further = agent.fork("b")
+    further.prefill(ids(2, 20))
+    further.seal()
+    further.close()
+    manager.evict_unreferenced()
+    read, segment = spill._read_layers, agent.prefix.views[0].segment
+
+    def meanwhile(*args):
+        threads.append(until_revoked(manager, segment))
+        return read(*args)
+
+    monkeypatch.setattr(spill, "_read_layers", meanwhile)
+    looking = session("c", manager)
+    looking.prefill(ids(1, 60) + ids(2, 20))
+    threads[0].join()
+    assert looking.last_prefill.reused_tokens == 0 and spill.used_bytes == 0
+    looking.seal()
+    manager.check_integrity(checksums=True)
+
+
+def test_what_another_process_revokes_meanwhile_is_not_written(tmp_path, monkeypatch):
+    spills = [SpillStore(tmp_path, 10**8) for _ in range(2)]
+    ours, theirs = (manager_of(spill=spill) for spill in spills)
+    agent, other = sealed(ours), sealed(theirs)
+    segment = other.prefix.views[0].segment
+    agent.close()
+    locked = spills[0]._alone_if_can
+
+    def meanwhile():
+        theirs.revoke(segment)
+        return locked()
+
+    monkeypatch.setattr(spills[0], "_alone_if_can", meanwhile)
+    ours.evict_unreferenced()
+    assert (ours.stats().num_evictions, ours.stats().num_spilled, spills[0].used_bytes) == (1, 0, 0)
 
 
 # --- the audit log ------------------------------------------------------------------------------------
