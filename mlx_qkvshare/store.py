@@ -413,10 +413,10 @@ class CardStore:
         return [*self._files(self._cards, CARD), *self._files(self._segments, _SEGMENT), *self._partial()]
 
     @contextlib.contextmanager
-    def _locked(self, *, alone: bool = False, waits: bool = True) -> Iterator[None]:
+    def _locked(self, *, alone: bool = False, waits: bool = True, name: str = ".lock") -> Iterator[None]:
         """Raises `BlockingIOError` where it does not wait and would have to."""
         try:
-            handle = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            handle = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise CardError(f"[CardStore] {self.folder}: expected a folder to lock: {error}") from error
         try:
@@ -424,6 +424,13 @@ class CardStore:
             yield
         finally:
             os.close(handle)  # which also lets go of the lock
+
+
+def is_ours(name: str) -> bool:
+    """Is a file of this name a card, a segment, or what a crash left of one?"""
+    stem, _, rest = name.removeprefix(".").partition(".")
+    is_whole = not name.startswith(".")
+    return is_digest(stem) and (f".{rest}" if is_whole else Path(rest).suffix) in (CARD, _SEGMENT)
 
 
 _SHARED_FIELDS = (
