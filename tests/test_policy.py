@@ -1,6 +1,7 @@
 """Domains: what a session may not read it never attends; guesses tell nothing; what was revoked stays away."""
 
 import copy
+import dataclasses
 import json
 import shutil
 import tempfile
@@ -31,11 +32,13 @@ from mlx_qkvshare import (
     private,
     restore,
 )
+from mlx_qkvshare.card import decode
 from mlx_qkvshare.errors import (
     AccessError,
     AuditError,
     BudgetExceededError,
     CardError,
+    CardFormatError,
     CardWriteError,
     HandoffError,
     InvalidValueError,
@@ -860,6 +863,61 @@ def test_domains_go_with_the_tokens_that_had_them(telling):
     telling.prefill(ids(5))
     telling.seal()
     assert telling.prefix.views[-1].segment.own_domains == {"team"}
+
+
+def test_the_log_names_the_sender_of_what_was_redacted(team, tmp_path):
+    manager, a, b = team
+    manager.audit = AuditLog(tmp_path / "log")
+    with a.handing_over(keep=True) as package:
+        pass
+    HandoffCoordinator(manager).request_handoff(a, b, redact=True, keep_sender=True)
+    assert json.loads((tmp_path / "log").read_text())["sender_id"] == package.sender_id
+    assert list(manager.last_sequence) == [package.sender_id]
+
+
+def test_what_was_redacted_is_what_did_not_go_over():
+    manager = manager_of()
+    a = session("a", manager, Access("team", frozenset({private("a")})))
+    a.say("what all may know")
+    a.write_in(private("a"))
+    a.say("the word is xylophone")
+    a.write_in("team")
+    a.say("go on then")
+    total, b = a.num_tokens, session("b", manager)
+    record = HandoffCoordinator(manager).request_handoff(a, b, redact=True)
+    assert record.redacted_tokens == total - b.num_tokens > 0
+
+
+def test_a_handoff_that_cannot_be_noted_has_been_done(tmp_path):
+    manager = manager_of(audit=AuditLog(tmp_path / "log"))
+    a, b = sealed(manager), session("b", manager)
+    manager.audit.path = tmp_path
+    coordinator = HandoffCoordinator(manager)
+    with pytest.raises(AuditError):
+        coordinator.request_handoff(a, b)
+    assert (a.num_tokens, b.num_tokens, len(coordinator.records)) == (0, 24, 1)
+
+
+def test_the_log_has_who_asked_for_a_revoked_card(tmp_path):
+    cards, manager = CardStore(tmp_path / "cards"), manager_of(audit=AuditLog(tmp_path / "log"))
+    agent = sealed(manager)
+    manager.save_card(cards, "c", agent)
+    shutil.copytree(tmp_path / "cards" / "cards", tmp_path / "copy")
+    manager.revoke(agent.prefix.views[0].segment.slot, stores=[cards])
+    shutil.copytree(tmp_path / "copy", tmp_path / "cards" / "cards", dirs_exist_ok=True)
+    with pytest.raises(RevokedError):
+        restore(session("b", manager), cards, "c")
+    last = json.loads((tmp_path / "log").read_text().splitlines()[-1])
+    assert (last["event"], last["receiver"]) == ("refusal", "b")
+
+
+def test_a_card_whose_domains_shrink_is_none(team, tmp_path):
+    manager, a, _ = team
+    card = manager.save_card(CardStore(tmp_path), "c", a)
+    wider = dataclasses.replace(card.segments[-1], domains=card.segments[-1].own_domains)
+    assert decode(card.encoded(), "c") == card
+    with pytest.raises(CardFormatError, match="domains"):
+        decode(dataclasses.replace(card, segments=(*card.segments[:-1], wider)).encoded(), "c")
 
 
 # --- every path ---------------------------------------------------------------------------------------
