@@ -983,6 +983,51 @@ def test_what_was_private_does_not_become_what_the_team_said_alike(telling):
     assert telling.manager.stats().reused_tokens == reused
 
 
+def test_behind_what_only_a_handoff_gives_its_own_is_found():
+    manager = manager_of()
+    package = sealed(manager, "b").package_state()
+    for expected in (0, 24):
+        agent = session("a", manager, PRIVATE)
+        agent.receive_state(package)
+        agent.prefill(ids(2))
+        agent.seal()
+        assert manager.stats().reused_tokens == expected
+    assert not Access("x", frozenset()).may_find({"x"}, {"x", "team"})
+
+
+def test_redaction_says_nothing_twice():
+    manager = manager_of()
+    a = session("a", manager, Access("team", frozenset({private("a")})))
+    a.prefill(ids(1))
+    a.say("marimba")  # in one segment with the tokens before it
+    a.write_in(private("a"))
+    a.say("xylophone")
+    b = session("b", manager)
+    HandoffCoordinator(manager).request_handoff(a, b, redact=True)
+    assert b.token_ids[:24] == ids(1) and T.tokenizer.decode(b.token_ids).count("marimba") == 1
+
+
+def test_what_was_private_is_not_looked_for_among_what_the_team_said():
+    manager = manager_of()
+    sealed(manager, "b")
+    a = session("a", manager, Access("team", frozenset({private("a")})))
+    assert a.sync(ids(1), domains={private("a")}).reused_tokens == 0
+    a.seal()
+    assert a.prefix.views[-1].segment.own_domains == {"team", private("a")}
+
+
+@pytest.mark.parametrize("kind", [KINDS["window"], RECURRENT])
+def test_what_a_sync_computes_again_stays_what_it_was(kind):
+    model = tiny_loaded(**kind)
+    a = AgentSession("a", model, manager_of(model), access=Access("team", frozenset({private("a")})))
+    a.write_in(private("a"))
+    a.prefill(ids(1))
+    a.write_in("team")
+    a.sync([*ids(1)[:-3], 7, 8])  # where such a layer cannot be cut
+    a.seal()
+    assert a.prefix.views[-1].segment.own_domains == {"team", private("a")}
+
+
 # --- every path ---------------------------------------------------------------------------------------
 
 SIZES = {"hidden": 32, "heads": 2, "kv_heads": 1, "head_dim": 32, "intermediate_size": 32, "vocab_size": 64}
