@@ -25,6 +25,7 @@ from .errors import (
     IntegrityError,
     InvalidValueError,
     NonFiniteError,
+    QKVShareError,
     RevokedError,
     SessionClosedError,
 )
@@ -165,6 +166,7 @@ class SharedKVCacheManager:
         self.dropped: collections.deque[int] = collections.deque()  # holders that were garbage collected
         self._ids, self._clock = itertools.count(1), itertools.count(1)
         self._counters: collections.Counter[str] = collections.Counter()
+        self._revoked_keys: set[str] = set()
         self.handoff_lock = threading.RLock()  # one handoff at a time, whatever coordinator carries it
         self.last_sequence: dict[str, int] = {}  # of every sender, against replay
 
@@ -231,7 +233,6 @@ class SharedKVCacheManager:
         looked: Mapping[int, Looked] = NOTHING,
         kind: str = DEFAULT_KIND,
         access: Access = TEAM_ACCESS,
-        domains: Collection[str] = (),
     ) -> SharedPrefix:
         """Quantize full-precision K/V once, freeze them in `slot`, and extend `prefix` (or a new one) by the segment.
 
@@ -243,8 +244,8 @@ class SharedKVCacheManager:
             looked: the queries of the last tokens by layer, with which the guard tries what was packed, and adaptive
                 precision sees which blocks matter.
             kind: what the tokens are, one of `allocate.KINDS`; adaptive precision gives some more bits than others.
-            access: of the new prefix where there is none; the segment is written into the prefix's domain.
-            domains: what some of the tokens were written into before, besides.
+            access: of the new prefix where there is none; the segment is written into the prefix's domain, and those of
+                its tail.
 
         Raises:
             NonFiniteError, InvalidValueError, BudgetExceededError (if the guard needs more than was allocated): the
@@ -267,7 +268,7 @@ class SharedKVCacheManager:
             source = Source(slot.slot, start, len(token_ids), prefix.views if prefix else (), looked, kind)
             report = GuardReport()
             packed = tuple(self._packer.pack(source, layers, report, consume=consume))
-            own = frozenset({(prefix.access if prefix else access).writes, *domains})
+            own = frozenset({prefix.access.writes, *prefix.holding.tail_domains} if prefix else {access.writes})
             segment = SharedSegment(
                 slot.slot, start, tuple(token_ids), packed, self.quant,
                 self.spec.fingerprint.digest, layers_checksum(packed), residuals_checksum(packed),
@@ -286,13 +287,12 @@ class SharedKVCacheManager:
         *,
         look: Callable[[int], Mapping[int, Looked]] | None = None,
         kind: str = DEFAULT_KIND,
-        domains: Collection[str] = (),
     ) -> None:
         """Extend `prefix` by `token_ids`, whose rows are the private tails of `caches`, one for each layer: by what
         stands sealed already, or by a segment of those rows. The caches keep none of them, unless it fails before the
-        first layer is packed. `look(n)` tells what attention asks for the last n tokens; `kind`, `domains` and what it
-        is for: `quantize_and_store`."""
-        if not token_ids or self.extend_if_sealed(prefix, token_ids, domains=domains):
+        first layer is packed. `look(n)` tells what attention asks for the last n tokens; `kind` and what it is for:
+        `quantize_and_store`."""
+        if not token_ids or self.extend_if_sealed(prefix, token_ids):
             return
         _check_kind(kind)  # before anything is taken from the caches
         num_looked = self._packer.num_looked
@@ -300,9 +300,7 @@ class SharedKVCacheManager:
         slot = self.allocate_shared_slot(len(token_ids), replacing=prefix)
         layers: list[Any] = [cache.take_tail() for cache in caches]
         try:
-            self.quantize_and_store(
-                slot, token_ids, layers, prefix=prefix, consume=True, looked=looked, kind=kind, domains=domains
-            )
+            self.quantize_and_store(slot, token_ids, layers, prefix=prefix, consume=True, looked=looked, kind=kind)
         except BaseException:
             if all(layer is not None for layer in layers):  # nothing was consumed yet
                 for cache, tail in zip(caches, layers, strict=True):
@@ -319,6 +317,7 @@ class SharedKVCacheManager:
             prefix.holding.private_rows = 0  # the tail's bytes are the segment's now
             self._table.fill(record, segment, prefix.views[-1].segment.slot if prefix.views else None)
             self._set_views(prefix.holding, (*prefix.views, SegmentView(segment, segment.num_tokens)))
+            prefix.holding.tail_domains = frozenset()
             self._counters["guarded"] += report.num_guarded
             self._counters["raised"] += len(report.raised)
             self._worst_error = max(self._worst_error, report.worst_error)
@@ -394,9 +393,14 @@ class SharedKVCacheManager:
 
     def link(self, prefix: SharedPrefix, slots: Sequence[SharedSlot], contents: Sequence[Content]) -> None:
         """Extend `prefix` by sealed segments that were read from elsewhere, each behind the one before: [(seal, length
-        of the view, layers), …]. What another thread linked meanwhile is taken."""
+        of the view, layers), …]. What another thread linked meanwhile is taken.
+
+        Raises `RevokedError`, for what was revoked meanwhile, too.
+        """
         with self._locked():
             self._check_held(prefix.holding)
+            if any(not self._revoked_keys.isdisjoint(sealed.keys) for sealed, _, _ in contents):
+                raise RevokedError("[load_card] expected a context to read, got one that was revoked")
             views = prefix.views
             for slot, (sealed, length, layers) in zip(slots, contents, strict=True):
                 behind = views[-1] if views else None
@@ -441,14 +445,14 @@ class SharedKVCacheManager:
         """
         with self._locked():
             prefix = self._retain(self._table.longest(tuple(token_ids), access), access)
-        longest = max(prefix.num_tokens, held_tokens)
+        longest, returned = max(prefix.num_tokens, held_tokens), None
         if self.spill is not None and len(token_ids) > longest:  # not under the lock: it reads files
             returned = self.spill.find(self, token_ids, access, longer_than=longest)
             if returned is not None:
                 prefix.release()
                 prefix = returned
-                self._counters["returned"] += 1
         with self._locked():
+            self._counters["returned"] += returned is not None
             if prefix.num_tokens > held_tokens:
                 self._counters["hits"] += 1
                 self._counters["reused_tokens"] += prefix.num_tokens - held_tokens
@@ -456,14 +460,12 @@ class SharedKVCacheManager:
                 self._counters["misses"] += 1
             return prefix
 
-    def extend_if_sealed(
-        self, prefix: SharedPrefix, token_ids: Sequence[int], *, domains: Collection[str] = ()
-    ) -> bool:
+    def extend_if_sealed(self, prefix: SharedPrefix, token_ids: Sequence[int]) -> bool:
         """If all of `token_ids` stand sealed behind `prefix` already, extend `prefix` by them and say True.
 
-        What was written into other `domains` as well stands nowhere.
+        What was written elsewhere before as well stands nowhere.
         """
-        if not prefix.access.may_find(domains, ()):
+        if not prefix.access.may_find(prefix.holding.tail_domains, ()):
             return False
         with self._locked():
             self._check_held(prefix.holding)
@@ -473,6 +475,7 @@ class SharedKVCacheManager:
             self._counters["reused_tokens"] += len(token_ids)
             prefix.release_tail()
             self._set_views(prefix.holding, views)
+            prefix.holding.tail_domains = frozenset()
             return True
 
     def ref_count(self, slot: int) -> int:
@@ -522,7 +525,9 @@ class SharedKVCacheManager:
     def fork_prefix(self, holding: Holding, access: Access) -> SharedPrefix:
         with self._locked():
             self._check_held(holding)
-            return self._retain(holding.views, access)
+            twin = self._retain(holding.views, access)
+            twin.holding.tail_domains = holding.tail_domains
+            return twin
 
     def write_in(self, holding: Holding, domain: str) -> None:
         with self._locked():
@@ -626,17 +631,23 @@ class SharedKVCacheManager:
 
     # --- revocation ----------------------------------------------------------------------------------
 
-    def revoke(self, slot: int, *, stores: Iterable[Revoking] = ()) -> Receipt:
-        """Take the segment in `slot`, and all that was computed behind it, from everyone: in memory, where it was
-        spilled, and in `stores`.
+    def revoke(self, what: int | SharedSegment, *, stores: Iterable[Revoking] = ()) -> Receipt:
+        """Take a segment, or the one in this slot, and all that was computed behind it, from everyone: in memory, where
+        it was spilled, and in `stores`. A segment may have been evicted before.
 
         Who held any of it gets `RevokedError` from its next step on, and its own tail is not read again; other holders
-        never notice. Cards that name it go, and the stores refuse its bytes from now on, wherever they come from.
-        Raises `InvalidValueError` if the slot is free already.
+        never notice. Cards that name it go, and the stores and this manager refuse its bytes from now on, wherever
+        they come from.
+
+        Raises `InvalidValueError` if the slot is free already, and `CardError` where a store could not be told, which
+        is told again when the segment is revoked again; it is gone from all others then.
         """
         with self._locked():
-            records = self._table.branch(slot)
-            segments = [record.segment for record in records if record.segment is not None]
+            first = what if isinstance(what, SharedSegment) else self._table.stored(what)
+            records = self._table.branches(first.keys)
+            segments = [record.segment for record in records if record.segment is not None] or [first]
+            keys = {key for segment in segments for key in segment.keys}
+            self._revoked_keys |= keys
             slots = {record.slot.slot for record in records}
             holders = {holder for record in records for holder in record.holders}
             for holder in holders:
@@ -648,19 +659,25 @@ class SharedKVCacheManager:
             for record in reversed(records):
                 self._table.evict(record)
                 self._free_bytes += record.counted_bytes
-        keys = {key for segment in segments for key in segment.keys}
-        everywhere: list[Revoking] = [*stores] if self.spill is None else [*stores, self.spill]
-        gone = [store.revoke(keys) for store in everywhere]
+        gone, errors = [], []
+        for store in [*stores] if self.spill is None else [*stores, self.spill]:
+            try:
+                gone.append(store.revoke(keys))
+            except QKVShareError as error:
+                errors.append(error)
+        standing = [record.segment for record in records if record.segment is not None]
         receipt = Receipt(
-            slots=tuple(segment.slot for segment in segments),
+            slots=tuple(segment.slot for segment in standing),
             seals=tuple(seal for segment in segments for seal in segment.seals),
-            num_tokens=sum(segment.num_tokens for segment in segments),
-            nbytes=sum(segment.nbytes for segment in segments),
+            num_tokens=sum(segment.num_tokens for segment in standing),
+            nbytes=sum(segment.nbytes for segment in standing),
             num_holders=len(holders),
             cards=tuple(name for names, _ in gone for name in names),
             disk_bytes=sum(nbytes for _, nbytes in gone),
         )
-        self.note("revocation", **dataclasses.asdict(receipt))
+        self.note("revocation", num_failed_stores=len(errors), **dataclasses.asdict(receipt))
+        if errors:
+            raise errors[0]
         return receipt
 
     def note(self, event: str, **fields: Any) -> None:

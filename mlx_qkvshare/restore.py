@@ -35,7 +35,8 @@ def restore(
     Raises as `CardStore.load`, `AccessError` for a card that the session may not read, and `CardError` for one to
     rebuild that keeps no token ids.
     """
-    card = store.inspect(name)
+    with session.refusing(None):  # one that was revoked
+        card = store.inspect(name)
     with session.refusing(card.agent):
         card.require_readable(session.access)
     try:

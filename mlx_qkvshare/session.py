@@ -514,6 +514,8 @@ class AgentSession(TokenContext):
             part = dataclasses.replace(
                 twin.package_state(),
                 sender=package.sender,
+                sender_id=package.sender_id,
+                sequence=package.sequence,
                 base_tokens=len(base),
                 messages=messages,
                 hops=package.hops,
@@ -521,8 +523,9 @@ class AgentSession(TokenContext):
             yield part, report
 
     @contextlib.contextmanager
-    def refusing(self, sender: str) -> Iterator[None]:
-        """A refusal in the block goes into the audit log: what `sender` made this session may not read."""
+    def refusing(self, sender: str | None) -> Iterator[None]:
+        """A refusal in the block goes into the audit log: what `sender`, if it is known, made this session may not
+        read."""
         try:
             yield
         except AccessError as error:
