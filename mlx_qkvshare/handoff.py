@@ -98,7 +98,7 @@ class HandoffCoordinator:
         """Bytes of the arrays that the receiver reads and that were not the package's own before."""
         with self.manager.handoff_lock:
             stored = self._check(package, verify)
-            receiver.receive_state(package)
+            receiver.take_over(package)
             self.manager.last_sequence[package.sender_id] = package.sequence
             read = [array for view in receiver.prefix.views for array in view.segment.arrays()]
             return receiver.private_bytes + sum(array.nbytes for array in read if id(array) not in stored)

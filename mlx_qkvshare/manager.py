@@ -157,15 +157,15 @@ class SharedKVCacheManager:
         check_factors(self._packer.factors, spec)
         self.plans = self._packer.plans
         self.packed_token_bytes = self.quant.packed_token_bytes(spec)
-        self._raised: collections.deque[Raised] = collections.deque(maxlen=_KEPT_RAISED)
-        self._worst_error = 0.0
+        self._raised: collections.deque[tuple[frozenset[str], Raised]] = collections.deque(maxlen=_KEPT_RAISED)
+        self._worst_errors: dict[frozenset[str], float] = {}
         self._lock = threading.RLock()
         self._table = SegmentTable(spec)
         self._holdings: dict[int, Holding] = {}
         self._free_bytes = budget_bytes  # kept as a running balance, which `check_integrity` holds against the table
         self.dropped: collections.deque[int] = collections.deque()  # holders that were garbage collected
         self._ids, self._clock = itertools.count(1), itertools.count(1)
-        self._counters: collections.Counter[str] = collections.Counter()
+        self._counters: dict[frozenset[str], collections.Counter[str]] = {}  # of what is in these domains
         self._revoked_keys: set[str] = set()
         self.handoff_lock = threading.RLock()  # one handoff at a time, whatever coordinator carries it
         self.last_sequence: dict[str, int] = {}  # of every sender, against replay
@@ -318,10 +318,10 @@ class SharedKVCacheManager:
             self._table.fill(record, segment, prefix.views[-1].segment.slot if prefix.views else None)
             self._set_views(prefix.holding, (*prefix.views, SegmentView(segment, segment.num_tokens)))
             prefix.holding.tail_domains = frozenset()
-            self._counters["guarded"] += report.num_guarded
-            self._counters["raised"] += len(report.raised)
-            self._worst_error = max(self._worst_error, report.worst_error)
-            self._raised.extend(report.raised)
+            domains = segment.domains
+            self._count(domains, guarded=report.num_guarded, raised=len(report.raised))
+            self._worst_errors[domains] = max(self._worst_errors.get(domains, 0.0), report.worst_error)
+            self._raised.extend((domains, raised) for raised in report.raised)
             return prefix
 
     def _check_context(self, prefix: SharedPrefix | None, num_tokens: int) -> None:
@@ -452,12 +452,11 @@ class SharedKVCacheManager:
                 prefix.release()
                 prefix = returned
         with self._locked():
-            self._counters["returned"] += returned is not None
-            if prefix.num_tokens > held_tokens:
-                self._counters["hits"] += 1
-                self._counters["reused_tokens"] += prefix.num_tokens - held_tokens
-            elif held_tokens == 0:
-                self._counters["misses"] += 1
+            more = max(0, prefix.num_tokens - held_tokens)
+            self._count(
+                {access.writes}, returned=returned is not None, hits=more > 0, reused_tokens=more,
+                misses=not more and held_tokens == 0,
+            )  # fmt: skip
             return prefix
 
     def extend_if_sealed(self, prefix: SharedPrefix, token_ids: Sequence[int]) -> bool:
@@ -472,7 +471,7 @@ class SharedKVCacheManager:
             views = self._table.longest((*prefix.token_ids, *token_ids), prefix.access, prefix.views)
             if not token_ids or not views or views[-1].stop != prefix.num_tokens + len(token_ids):
                 return False
-            self._counters["reused_tokens"] += len(token_ids)
+            self._count({prefix.access.writes}, reused_tokens=len(token_ids))
             prefix.release_tail()
             self._set_views(prefix.holding, views)
             prefix.holding.tail_domains = frozenset()
@@ -594,20 +593,20 @@ class SharedKVCacheManager:
         return False
 
     def _evict(self, record: Record) -> None:
-        if self.spill is not None and self.spill.keep(self, self._table.chain(record)):
-            self._counters["spilled"] += 1
+        is_kept = self.spill is not None and self.spill.keep(self, self._table.chain(record))
         self._table.evict(record)
         self._free_bytes += record.counted_bytes
-        self._counters["evictions"] += 1
+        self._count(record.domains, evictions=1, spilled=is_kept)
 
     def evict_unreferenced(self) -> int:
         """Drop every segment that nobody holds; the number dropped."""
         with self._locked():
-            before = self._counters["evictions"]
+            num_evicted = 0
             while leaves := self._table.evictable_leaves():
                 for record in leaves:
                     self._evict(record)
-            return self._counters["evictions"] - before
+                num_evicted += len(leaves)
+            return num_evicted
 
     def drop_residuals(self) -> int:
         """Drop the residual planes of all segments stored so far; the bytes freed, 0 where nothing is nested.
@@ -617,7 +616,8 @@ class SharedKVCacheManager:
         """
         with self._locked():
             records = [record for record in self._table.records.values() if record.residual_bytes]
-            freed = sum(record.residual_bytes for record in records)
+            sizes = [record.residual_bytes for record in records]
+            freed = sum(sizes)
             bases = {record.slot.slot: record.segment.base for record in records if record.segment is not None}
             for record in records:
                 record.put(bases[record.slot.slot])
@@ -625,7 +625,8 @@ class SharedKVCacheManager:
                 views = holding.views
                 holding.views = tuple(SegmentView(bases.get(v.segment.slot, v.segment), v.length) for v in views)
             self._free_bytes += freed
-            self._counters["dropped_residual_bytes"] += freed
+            for record, nbytes in zip(records, sizes, strict=True):
+                self._count(record.domains, dropped_residual_bytes=nbytes)
         mx.clear_cache()  # hand the freed bytes back at once: somebody is in need of them
         return freed
 
@@ -703,7 +704,7 @@ class SharedKVCacheManager:
                     index = min(index, len(prefix.views) - 2)  # the joined one may now join what follows it
                 else:
                     index -= 1
-            self._counters["compactions"] += joins
+            self._count({prefix.access.writes}, compactions=joins)
         return joins
 
     def _can_join(self, first: SegmentView, second: SegmentView, *, caller: SharedPrefix) -> bool:
@@ -733,20 +734,40 @@ class SharedKVCacheManager:
 
     # --- looking -------------------------------------------------------------------------------------
 
-    def stats(self) -> ManagerStats:
-        """Bytes now, and counts since the manager was made."""
+    def _count(self, domains: Iterable[str], **counts: int) -> None:
+        self._counters.setdefault(frozenset(domains), collections.Counter()).update(counts)
+
+    def stats(self, access: Access = EVERYTHING) -> ManagerStats:
+        """Bytes now, and counts since the manager was made.
+
+        With `access` only of what it may read, so that nothing tells what others have stored: neither their bytes, of
+        which `free_bytes` are then not less, nor what was reused, nor the guard's figures, by which a guess at a text
+        could be tried.
+        """
         with self._locked():
-            records, count = list(self._table.records.values()), self._counters
-            private = sum(self.tail_bytes(h.private_rows) for h in self._holdings.values())
+            sees_all = access.reads is None
+            records = [
+                record
+                for record in self._table.records.values()
+                if sees_all or (record.segment is not None and access.may_read(record.domains))
+            ]
+            holdings = [it for it in self._holdings.values() if access.may_read({it.access.writes})]
+            private = sum(self.tail_bytes(it.private_rows) for it in holdings)
+            evictable = sum(record.counted_bytes for record in records if record.is_evictable)
+            protected = sum(record.counted_bytes for record in records if not record.is_evictable) + private
+            used = self.budget_bytes - self._free_bytes if sees_all else evictable + protected
+            count: collections.Counter[str] = collections.Counter()
+            for domains, counts in self._counters.items():
+                count.update(counts if access.may_read(domains) else {})
             return ManagerStats(
                 budget_bytes=self.budget_bytes,
-                used_bytes=self.budget_bytes - self._free_bytes,
-                free_bytes=self._free_bytes,
-                evictable_bytes=sum(r.counted_bytes for r in records if r.is_evictable),
-                protected_bytes=sum(r.counted_bytes for r in records if not r.is_evictable) + private,
+                used_bytes=used,
+                free_bytes=self.budget_bytes - used,
+                evictable_bytes=evictable,
+                protected_bytes=protected,
                 private_bytes=private,
-                num_segments=len(self.segments()),
-                num_holders=len(self._holdings),
+                num_segments=sum(record.segment is not None for record in records),
+                num_holders=len(holdings),
                 num_hits=count["hits"],
                 num_misses=count["misses"],
                 reused_tokens=count["reused_tokens"],
@@ -756,8 +777,10 @@ class SharedKVCacheManager:
                 num_compactions=count["compactions"],
                 num_guarded_layers=count["guarded"],
                 num_raised_layers=count["raised"],
-                worst_attention_error=self._worst_error,
-                raised=tuple(self._raised),
+                worst_attention_error=max(
+                    (error for domains, error in self._worst_errors.items() if access.may_read(domains)), default=0.0
+                ),
+                raised=tuple(raised for domains, raised in self._raised if access.may_read(domains)),
                 dropped_residual_bytes=count["dropped_residual_bytes"],
             )
 

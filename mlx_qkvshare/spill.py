@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .card import Card, CardSegment, are_hidden
 from .digest import digest_text
@@ -67,6 +68,13 @@ class SpillStore(CardStore):
         with contextlib.suppress(BlockingIOError), self._locked(alone=True, waits=False):
             self._sweep()
             self._trim()
+        self._readable_cards()  # the first prompt need not wait for that
+
+    def save(self, *args: Any, **options: Any) -> Card:
+        raise CardError("[SpillStore] expected what a manager evicts, got a card to keep: a `CardStore` has no cap")
+
+    def add(self, *args: Any, **options: Any) -> None:
+        self.save()
 
     @property
     def used_bytes(self) -> int:

@@ -81,6 +81,11 @@ class Record:
         return self.segment is not None and not self.holders
 
     @property
+    def domains(self) -> frozenset[str]:
+        """Those of the segment; none while nothing is stored."""
+        return frozenset() if self.segment is None else self.segment.domains
+
+    @property
     def residual_bytes(self) -> int:
         return 0 if self.segment is None else self.segment.residual_bytes
 

@@ -10,6 +10,7 @@ from core_helpers import store as store_rows
 from tiny import RECURRENT, SLIDING, tiny_loaded
 
 from mlx_qkvshare import AgentSession, CardStore, SharedKVCacheManager, SpillStore
+from mlx_qkvshare.archive import export_card, import_card
 from mlx_qkvshare.errors import CardError, InvalidValueError
 
 T = tiny_loaded()
@@ -432,3 +433,16 @@ def test_cards_are_read_once_and_files_of_others_are_left(tmp_path, monkeypatch)
     used = spill.used_bytes
     (tmp_path / "cards" / f".{'0' * 32}.x.json").write_text("x" * 100)
     assert spill.used_bytes == used + 100
+
+
+def test_no_card_of_a_users_is_kept_under_a_cap(tmp_path):
+    cards, spill = CardStore(tmp_path / "cards"), SpillStore(tmp_path / "spill", LARGE)
+    manager = manager_of(spill)
+    with AgentSession("a", T, manager) as agent:
+        agent.prefill(ids(1))
+        manager.save_card(cards, "c", agent)
+        export_card(cards, "c", tmp_path / "c.zip")
+        for keep in (lambda: manager.save_card(spill, "c", agent), lambda: import_card(spill, tmp_path / "c.zip")):
+            with pytest.raises(CardError, match="SpillStore"):
+                keep()
+    assert spill.used_bytes == 0
