@@ -128,14 +128,14 @@ def _progress(terminal: Terminal, count: int) -> Iterator[tuple[Callable[[str], 
 _UNITS: dict[str, Callable[[float], str]] = {
     "bytes": format_bytes,
     "seconds": format_seconds,
-    "tokens/s": lambda rate: f"{rate:.1f} tokens/s",
+    "tokens/s": lambda rate: f"{rate:.1f} tok/s",
     "nats": lambda kl: f"{kl:.1e}",
 }
 
 
 def _print_headlines(terminal: Terminal, found: list[Headline]) -> None:
     print_place(terminal, "Ours beside mlx-lm, in one process")
-    table = make_table(terminal, "", "ours", "mlx-lm", "ours is")
+    table = make_table(terminal, "ours / mlx-lm", "ours", "mlx-lm", "ours is")
     last = ""
     for it in found:
         if it.bench != last:

@@ -48,7 +48,7 @@ def _memory(lm: LoadedModel, sizes: Sizes, note: Note) -> dict[str, Any]:
 
 
 def _handoff(lm: LoadedModel, sizes: Sizes, note: Note) -> dict[str, Any]:
-    options: dict[str, Any] = {"decode_tokens": 8, "repeats": sizes.repeats, "quant": sizes.quant, "note": note}
+    options: dict[str, Any] = {"decode_tokens": 4, "repeats": sizes.repeats, "quant": sizes.quant, "note": note}
     return _result(bench_handoff(lm, tokens=sizes.tokens, **options))
 
 
@@ -84,7 +84,7 @@ def _fidelity(lm: LoadedModel, sizes: Sizes, note: Note) -> dict[str, Any]:
     text, prefix = text_of(TEXTS[0]), sizes.shared_tokens
     passages = [
         passage(lm.tokenizer, TEXTS[0], text, prefix_tokens=prefix, scored_tokens=prefix // 4),
-        copy_passage(lm.tokenizer, text, prefix_tokens=prefix, scored_tokens=prefix // 2),
+        copy_passage(lm.tokenizer, text, prefix_tokens=max(64, prefix // 2), scored_tokens=max(32, prefix // 4)),
     ]
     note("key factors")
     candidates = standard_candidates(calibrate(lm))
@@ -148,7 +148,7 @@ def _attended(rows: Sequence[Mapping[str, Any]]) -> list[Headline]:
             row["cold_milliseconds"],
             f"{row['queries']} new token" if row["kind"] == "one" else f"{row['sessions']} agents",
         )
-        what = f"one layer, {who}, {row['bits']} bits"
+        what = f"layer, {who}, {row['bits']} bits"
         found.append(Headline("attention", what, took[row["route"]] / 1e3, took["full_precision"] / 1e3, "seconds"))
     return found
 
@@ -174,7 +174,7 @@ _HEADLINES: dict[str, Figures] = {
     "handoff": (
         ("handoff of {tokens} tokens", "handoff_seconds", None, "seconds"),
         ("bytes copied by it", "bytes_copied", None, "bytes"),
-        ("first token (mlx-lm: prefill)", "ttft_handoff_seconds", "ttft_reprefill_seconds", "seconds"),
+        ("first token / prefill again", "ttft_handoff_seconds", "ttft_reprefill_seconds", "seconds"),
         (
             "one agent's next token",
             "decode_seconds_per_token",
@@ -184,7 +184,7 @@ _HEADLINES: dict[str, Figures] = {
     ),
     "decode": (
         (
-            "{agents} agents (mlx-lm: batch)",
+            "{agents} agents / a batch",
             "ours_tokens_per_second",
             "stock_batch_tokens_per_second",
             "tokens/s",
@@ -196,9 +196,9 @@ _HEADLINES: dict[str, Figures] = {
         ("time", "ours_seconds", "stock_seconds", "seconds"),
     ),
     "restore": (
-        ("card (mlx-lm: file), {tokens} tokens", "card_bytes", "stock_file_bytes", "bytes"),
+        ("card / file, {tokens} tokens", "card_bytes", "stock_file_bytes", "bytes"),
         (
-            "first token (mlx-lm: prefill)",
+            "first token / prefill again",
             "ttft_restore_seconds",
             "ttft_reprefill_seconds",
             "seconds",

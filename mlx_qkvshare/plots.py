@@ -194,21 +194,10 @@ def _quality(rows: Mapping[str, Any]) -> Plot:
 
 def _draw(plot: Plot, theme_name: str, folder: Path) -> list[Path]:
     import matplotlib
-    from matplotlib.figure import Figure
 
     theme, paths = THEMES[theme_name], []
     with matplotlib.rc_context({"svg.hashsalt": plot.name, "font.size": 10}):
-        figure = Figure(figsize=_SIZE, facecolor=theme.page, layout="constrained")
-        axes = figure.subplots()
-        _draw_axes(axes, plot, theme)
-        for index, series in enumerate(plot.series):
-            _draw_series(axes, series, theme, index)
-        for x, y, text in plot.marks:  # to the upper right, where no line of a falling curve is
-            place = {"xytext": (7, 5), "textcoords": "offset points", "fontsize": 9, "zorder": 6}
-            box = {"facecolor": theme.page, "edgecolor": "none", "pad": 1, "alpha": 0.8}
-            axes.annotate(text, (x, y), color=theme.text, bbox=box, **place)
-        # Below the axes, where it covers no line.
-        figure.legend(frameon=False, labelcolor=theme.text, loc="outside lower center", ncols=2, fontsize=9)
+        figure = make_figure(plot, theme)
         for kind in FORMATS:
             path = folder / f"{plot.name}-{theme_name}.{kind}"
             metadata = {"Date": None} if kind == "svg" else None  # the same figures make the same file
@@ -216,6 +205,24 @@ def _draw(plot: Plot, theme_name: str, folder: Path) -> list[Path]:
                 figure.savefig(partial, format=kind, dpi=_DPI, facecolor=theme.page, metadata=metadata)
             paths.append(path)
     return paths
+
+
+def make_figure(plot: Plot, theme: Theme) -> Any:
+    """matplotlib's figure of `plot`."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=_SIZE, facecolor=theme.page, layout="constrained")
+    axes = figure.subplots()
+    for index, series in enumerate(plot.series):
+        _draw_series(axes, series, theme, index)
+    for x, y, text in plot.marks:  # to the upper right, where no line of a falling curve is
+        place = {"xytext": (7, 5), "textcoords": "offset points", "fontsize": 9, "zorder": 6}
+        box = {"facecolor": theme.page, "edgecolor": "none", "pad": 1, "alpha": 0.8}
+        axes.annotate(text, (x, y), color=theme.text, bbox=box, **place)
+    _draw_axes(axes, plot, theme)
+    # Below the axes, where it covers no line.
+    figure.legend(frameon=False, labelcolor=theme.text, loc="outside lower center", ncols=2, fontsize=9)
+    return figure
 
 
 def _draw_axes(axes: Any, plot: Plot, theme: Theme) -> None:
@@ -231,19 +238,21 @@ def _draw_axes(axes: Any, plot: Plot, theme: Theme) -> None:
         spine.set_visible(side in ("left", "bottom"))
         spine.set_color(theme.faint)
     axes.tick_params(which="both", colors=theme.text, length=0)
+    axes.margins(x=0.08, y=0.12)
     if plot.x_log:
         axes.set_xscale("log", base=2)
         ticks = sorted({x for series in plot.series for x, _ in series.points})
         axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
         axes.minorticks_off()
+    else:
+        axes.xaxis.set_major_formatter(lambda value, position: f"{value:,.0f}")
     if plot.y_log:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=plot.y_ticks))
         axes.yaxis.set_major_formatter(lambda value, position: format(value, plot.y_format))
         axes.yaxis.set_minor_locator(NullLocator())
-        axes.margins(y=0.12)
     else:
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(bottom=0)  # behind the lines: the top is then theirs
 
 
 _MARKERS = "osD^"

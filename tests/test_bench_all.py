@@ -308,6 +308,19 @@ def test_plots_are_drawn_for_light_and_dark_pages(results, tmp_path):
     assert all(path.read_bytes() == data for path, data in before.items()), "the same figures make the same files"
 
 
+def test_every_point_is_on_the_page(results):
+    pytest.importorskip("matplotlib", reason="needs the extra plots")
+    for plot in plots.plots(results):
+        figure = plots.make_figure(plot, plots.THEMES["dark"])
+        (axes,) = figure.axes
+        (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
+        points = [point for series in plot.series for point in series.points]
+        assert all(left < x < right and bottom <= y < top for x, y in points), plot.name
+        assert top < 5 * max(y for _, y in points), "and fills it"
+        assert axes.get_xlabel() == plot.x_label and axes.get_ylabel() == plot.y_label
+        assert [text.get_text() for text in figure.legends[0].get_texts()] == [it.label for it in plot.series]
+
+
 def test_without_matplotlib_it_says_how_to_get_plots(monkeypatch, tmp_path, tiny, stubs):
     shown = run(monkeypatch, "bench", "all", "--model", tiny, "--out", tmp_path, "--only", "memory", *SMALL)
     assert shown.code == 0 and re.search(r"^no plots: .*mlx-qkvshare\[plots\]", shown.err, re.MULTILINE)
