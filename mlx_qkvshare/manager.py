@@ -12,7 +12,6 @@ import itertools
 import secrets
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import mlx.core as mx
@@ -29,7 +28,8 @@ from .errors import (
     RevokedError,
     SessionClosedError,
 )
-from .guard import Guard, Looked, Raised
+from .figures import ManagerStats, Tally
+from .guard import Guard, Looked
 from .integrity import check_table, require_equal
 from .layer_cache import ChunkLayerCache, LayerCache, WindowLayerCache
 from .packing import NOTHING, GuardReport, Packer, Source
@@ -55,7 +55,6 @@ from .verdict import check_factors, choose
 _CACHES = {"full": LayerCache, "window": WindowLayerCache, "chunk": ChunkLayerCache}
 DEFAULT_BUDGET_BYTES = 4 * 2**30
 _GUARD = Guard()
-_KEPT_RAISED = 256
 
 Content = tuple[Sealed, int, tuple[LayerKV | LayerState, ...]]
 Saved = TypeVar("Saved", covariant=True)
@@ -80,37 +79,6 @@ class Spill(Revoking, Protocol):
     def find(
         self, manager: SharedKVCacheManager, token_ids: Sequence[int], access: Access, *, longer_than: int
     ) -> SharedPrefix | None: ...
-
-
-@dataclass(frozen=True)
-class ManagerStats:
-    """`used + free == budget` and `used == evictable + protected`; private tails are protected bytes.
-
-    The guard tried `num_guarded_layers` layers as they were sealed (none where there is nothing to fear), found
-    `worst_attention_error` in what it let pass, and gave more bits to `num_raised_layers`, the last of which are in
-    `raised`. Of the evictions `num_spilled` are kept on disk; `num_returned` times a match came back from there.
-    """
-
-    budget_bytes: int
-    used_bytes: int
-    free_bytes: int
-    evictable_bytes: int
-    protected_bytes: int
-    private_bytes: int
-    num_segments: int
-    num_holders: int
-    num_hits: int
-    num_misses: int
-    reused_tokens: int
-    num_evictions: int
-    num_spilled: int
-    num_returned: int
-    num_compactions: int
-    num_guarded_layers: int
-    num_raised_layers: int
-    worst_attention_error: float
-    raised: tuple[Raised, ...]
-    dropped_residual_bytes: int
 
 
 class SharedKVCacheManager:
@@ -157,15 +125,13 @@ class SharedKVCacheManager:
         check_factors(self._packer.factors, spec)
         self.plans = self._packer.plans
         self.packed_token_bytes = self.quant.packed_token_bytes(spec)
-        self._raised: collections.deque[tuple[frozenset[str], Raised]] = collections.deque(maxlen=_KEPT_RAISED)
-        self._worst_errors: dict[frozenset[str], float] = {}
         self._lock = threading.RLock()
         self._table = SegmentTable(spec)
         self._holdings: dict[int, Holding] = {}
         self._free_bytes = budget_bytes  # kept as a running balance, which `check_integrity` holds against the table
         self.dropped: collections.deque[int] = collections.deque()  # holders that were garbage collected
         self._ids, self._clock = itertools.count(1), itertools.count(1)
-        self._counters: dict[frozenset[str], collections.Counter[str]] = {}  # of what is in these domains
+        self._tally = Tally()
         self._revoked_keys: set[str] = set()
         self.handoff_lock = threading.RLock()  # one handoff at a time, whatever coordinator carries it
         self.last_sequence: dict[str, int] = {}  # of every sender, against replay
@@ -318,10 +284,7 @@ class SharedKVCacheManager:
             self._table.fill(record, segment, prefix.views[-1].segment.slot if prefix.views else None)
             self._set_views(prefix.holding, (*prefix.views, SegmentView(segment, segment.num_tokens)))
             prefix.holding.tail_domains = frozenset()
-            domains = segment.domains
-            self._count(domains, guarded=report.num_guarded, raised=len(report.raised))
-            self._worst_errors[domains] = max(self._worst_errors.get(domains, 0.0), report.worst_error)
-            self._raised.extend((domains, raised) for raised in report.raised)
+            self._tally.guarded(segment.domains, report)
             return prefix
 
     def _check_context(self, prefix: SharedPrefix | None, num_tokens: int) -> None:
@@ -453,9 +416,9 @@ class SharedKVCacheManager:
                 prefix = returned
         with self._locked():
             more = max(0, prefix.num_tokens - held_tokens)
-            self._count(
-                {access.writes}, returned=returned is not None, hits=more > 0, reused_tokens=more,
-                misses=not more and held_tokens == 0,
+            self._tally.count(
+                {access.writes}, num_returned=returned is not None, num_hits=more > 0, reused_tokens=more,
+                num_misses=not more and held_tokens == 0,
             )  # fmt: skip
             return prefix
 
@@ -471,7 +434,7 @@ class SharedKVCacheManager:
             views = self._table.longest((*prefix.token_ids, *token_ids), prefix.access, prefix.views)
             if not token_ids or not views or views[-1].stop != prefix.num_tokens + len(token_ids):
                 return False
-            self._count({prefix.access.writes}, reused_tokens=len(token_ids))
+            self._tally.count({prefix.access.writes}, reused_tokens=len(token_ids))
             prefix.release_tail()
             self._set_views(prefix.holding, views)
             prefix.holding.tail_domains = frozenset()
@@ -596,7 +559,7 @@ class SharedKVCacheManager:
         is_kept = self.spill is not None and self.spill.keep(self, self._table.chain(record))
         self._table.evict(record)
         self._free_bytes += record.counted_bytes
-        self._count(record.domains, evictions=1, spilled=is_kept)
+        self._tally.count(record.domains, num_evictions=1, num_spilled=is_kept)
 
     def evict_unreferenced(self) -> int:
         """Drop every segment that nobody holds; the number dropped."""
@@ -626,7 +589,7 @@ class SharedKVCacheManager:
                 holding.views = tuple(SegmentView(bases.get(v.segment.slot, v.segment), v.length) for v in views)
             self._free_bytes += freed
             for record, nbytes in zip(records, sizes, strict=True):
-                self._count(record.domains, dropped_residual_bytes=nbytes)
+                self._tally.count(record.domains, dropped_residual_bytes=nbytes)
         mx.clear_cache()  # hand the freed bytes back at once: somebody is in need of them
         return freed
 
@@ -704,7 +667,7 @@ class SharedKVCacheManager:
                     index = min(index, len(prefix.views) - 2)  # the joined one may now join what follows it
                 else:
                     index -= 1
-            self._count({prefix.access.writes}, compactions=joins)
+            self._tally.count({prefix.access.writes}, num_compactions=joins)
         return joins
 
     def _can_join(self, first: SegmentView, second: SegmentView, *, caller: SharedPrefix) -> bool:
@@ -734,9 +697,6 @@ class SharedKVCacheManager:
 
     # --- looking -------------------------------------------------------------------------------------
 
-    def _count(self, domains: Iterable[str], **counts: int) -> None:
-        self._counters.setdefault(frozenset(domains), collections.Counter()).update(counts)
-
     def stats(self, access: Access = EVERYTHING) -> ManagerStats:
         """Bytes now, and counts since the manager was made.
 
@@ -745,44 +705,9 @@ class SharedKVCacheManager:
         could be tried.
         """
         with self._locked():
-            sees_all = access.reads is None
-            records = [
-                record
-                for record in self._table.records.values()
-                if sees_all or (record.segment is not None and access.may_read(record.domains))
-            ]
             holdings = [it for it in self._holdings.values() if access.may_read({it.access.writes})]
-            private = sum(self.tail_bytes(it.private_rows) for it in holdings)
-            evictable = sum(record.counted_bytes for record in records if record.is_evictable)
-            protected = sum(record.counted_bytes for record in records if not record.is_evictable) + private
-            used = self.budget_bytes - self._free_bytes if sees_all else evictable + protected
-            count: collections.Counter[str] = collections.Counter()
-            for domains, counts in self._counters.items():
-                count.update(counts if access.may_read(domains) else {})
-            return ManagerStats(
-                budget_bytes=self.budget_bytes,
-                used_bytes=used,
-                free_bytes=self.budget_bytes - used,
-                evictable_bytes=evictable,
-                protected_bytes=protected,
-                private_bytes=private,
-                num_segments=sum(record.segment is not None for record in records),
-                num_holders=len(holdings),
-                num_hits=count["hits"],
-                num_misses=count["misses"],
-                reused_tokens=count["reused_tokens"],
-                num_evictions=count["evictions"],
-                num_spilled=count["spilled"],
-                num_returned=count["returned"],
-                num_compactions=count["compactions"],
-                num_guarded_layers=count["guarded"],
-                num_raised_layers=count["raised"],
-                worst_attention_error=max(
-                    (error for domains, error in self._worst_errors.items() if access.may_read(domains)), default=0.0
-                ),
-                raised=tuple(raised for domains, raised in self._raised if access.may_read(domains)),
-                dropped_residual_bytes=count["dropped_residual_bytes"],
-            )
+            tails = {it.holder: self.tail_bytes(it.private_rows) for it in holdings}
+            return self._tally.stats(access, self.budget_bytes, self._free_bytes, self._table.records.values(), tails)
 
     def segments(self) -> tuple[SharedSegment, ...]:
         """Every stored segment, parents before children."""
