@@ -30,7 +30,7 @@ from .segment import seal_keys
 from .spec import CacheSpec, Fingerprint, LayerSpec, QuantSpec, StateSpec
 from .table import Sealed
 
-FORMAT = 1
+FORMAT = 2
 MAX_CARD_BYTES = 1 << 28
 _WIDTHS = {2: "<u2", 4: "<u4", 8: "<i8"}
 
