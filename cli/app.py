@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-import sys
 from typing import Annotated
 
 import typer
 
 from .. import QKVShareError, __version__
-from . import cards, teams
+from . import bench, cards, teams
+from .chat import chat
+from .demo import demo
+from .doctor import doctor
+from .plan import plan
+from .run import run
+from .serve import serve
 from .terminal import Terminal
 
 # Plain help and plain tracebacks: typer's rich modes would read brackets in foreign text as markup.
@@ -20,28 +24,15 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.add_typer(cards.app, name="cards")
+app.command()(demo)
+app.command()(chat)
+app.command()(run)
+app.command()(doctor)
+app.command()(plan)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
 app.add_typer(teams.app, name="team")
-
-
-@functools.cache
-def _add_commands_with_models() -> None:
-    """They import mlx-lm and its tokenizers, which takes seconds."""
-    from . import bench
-    from .chat import chat
-    from .demo import demo
-    from .doctor import doctor
-    from .plan import plan
-    from .run import run
-    from .serve import serve
-
-    app.command()(demo)
-    app.command()(chat)
-    app.command()(run)
-    app.command()(doctor)
-    app.command()(plan)
-    app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
-    app.add_typer(bench.app, name="bench")
+app.add_typer(cards.app, name="cards")
+app.add_typer(bench.app, name="bench")
 
 
 def _print_version(is_asked: bool) -> None:
@@ -63,8 +54,6 @@ def options(
 def main() -> None:
     """The `qkvshare` script. An error that the library or the system reports is one line and exit code 2."""
     terminal = Terminal()
-    if next((it for it in sys.argv[1:] if not it.startswith("-")), None) not in ("cards", "team"):
-        _add_commands_with_models()
     try:
         app(prog_name="qkvshare")
     except (QKVShareError, OSError) as error:

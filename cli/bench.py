@@ -23,7 +23,6 @@ from ..errors import InvalidValueError
 from ..fidelity import fidelity as run_fidelity
 from ..fidelity import standard_candidates
 from ..measure import report
-from ..model import DEFAULT_MODEL
 from ..passages import TEXTS, copy_passage, passage, text_of
 from ..routes import device_name, of_device
 from ..spec import ITEM_BYTES
@@ -38,7 +37,7 @@ from .bench_tables import (
     print_prefill,
     print_restore,
 )
-from .options import CacheDir, GroupSize, Model, load_model, parse_counts
+from .options import CacheDir, GroupSize, Model, load_model, model_name, parse_counts
 from .terminal import Terminal
 
 app = typer.Typer(help="Measure on this machine, mlx-lm beside ours.", no_args_is_help=True, rich_markup_mode=None)
@@ -285,5 +284,5 @@ def fidelity(
 def _finish(
     terminal: Terminal, name: str, model: str | None, rows: Sequence[Any], extra: Mapping[str, Any] | None = None
 ) -> None:
-    found = report(name, model or DEFAULT_MODEL, [dataclasses.asdict(row) for row in rows])
+    found = report(name, model_name(model), [dataclasses.asdict(row) for row in rows])
     print(json.dumps(found | dict(extra or {})), file=terminal.out.file)

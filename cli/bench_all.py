@@ -8,22 +8,24 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from .. import LoadedModel, QuantSpec
+from .. import QuantSpec
 from ..bench_all import Bench, Headline, Sizes, headlines, suite
 from ..bench_compare import BYTES_LIMIT, FORMAT, NOISE, PEAK_LIMIT, Change, Comparison, compare, read_results
 from ..errors import InvalidValueError, QKVShareError
 from ..folders import written_whole
 from ..measure import report
-from ..model import DEFAULT_MODEL
 from ..plots import can_draw, draw
 from .bench_tables import print_place
-from .options import CacheDir, GroupSize, Model, load_model, parse_counts
+from .options import CacheDir, GroupSize, Model, load_model, model_name, parse_counts
 from .terminal import Terminal, format_bytes, format_seconds, harmless, make_table, one_line
+
+if TYPE_CHECKING:
+    from ..model import LoadedModel
 
 RESULTS = "results.json"
 
@@ -59,10 +61,10 @@ def run_all(
     )
     benches = suite([name.strip() for name in only.split(",") if name.strip()])
     before = None if old is None else read_results(old)
-    if before is not None and before["model"] != (name := model or DEFAULT_MODEL):  # before minutes are spent
+    if before is not None and before["model"] != (name := model_name(model)):  # before minutes are spent
         raise InvalidValueError(f"[compare] model: expected results of {name}, got those of {before['model']}")
     lm = load_model(model, cache_dir, terminal)
-    results = _measure(terminal, lm, benches, sizes, model or DEFAULT_MODEL, out / RESULTS)
+    results = _measure(terminal, lm, benches, sizes, model_name(model), out / RESULTS)
     found = None if before is None else compare(before, results, noise=noise)
     if json_only:
         print(json.dumps(results), file=terminal.out.file)

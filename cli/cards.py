@@ -11,7 +11,7 @@ import typer
 
 from ..archive import export_card, import_card
 from ..card import Card
-from ..errors import CardError
+from ..errors import CardError, RevokedError
 from ..folders import default_store_dir
 from ..store import CardStore
 from .terminal import Terminal, format_bytes, make_table, one_line
@@ -62,6 +62,7 @@ def inspect(name: Name, store: Store = None, json_only: JsonOnly = False) -> Non
         "dtype": card.spec.dtype,
         "keeps_tokens": card.token_ids is not None,
         "messages": len(card.messages),
+        "domains": sorted(card.domains),
         "written_by": card.versions,
         "segments": [
             {"digest": it.digest, "start": it.start, "tokens": it.length, "packed_bytes": it.nbytes}
@@ -89,7 +90,7 @@ def verify(
         try:
             card = kept.verify(name)
             terminal.line(f"{one_line(name)}: whole, {card.num_tokens} tokens, {format_bytes(card.packed_bytes)}")
-        except CardError as error:
+        except (CardError, RevokedError) as error:
             damaged.append((name, error))
     for name, problem in damaged:
         terminal.line(f"{one_line(name)}: {type(problem).__name__}: {one_line(str(problem))}", style="bold red")
@@ -149,7 +150,7 @@ def _store(folder: Path | None) -> CardStore:
 def _row(store: CardStore, card: Card) -> dict[str, Any]:
     try:
         stored = store.stored_bytes(card.name)
-    except CardError:
+    except (CardError, RevokedError):
         stored = None
     return {
         "name": card.name,
@@ -171,6 +172,8 @@ def _shown(key: str, value: Any) -> str:
         return _age(value)
     if isinstance(value, dict):
         return ", ".join(f"{name} {it}" for name, it in value.items())
+    if key == "domains":
+        return ", ".join(value)
     if key == "segments":
         return "; ".join(f"{it['digest']} from {it['start']}, {it['tokens']} tokens" for it in value) or "none"
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .. import CardStore, LoadedModel, QKVShareError, SharedKVCacheManager
-from ..folders import default_cache_dir
-from ..model import DEFAULT_MODEL
+from .. import CardStore, QKVShareError, SharedKVCacheManager
+from ..folders import default_cache_dir, default_store_dir
 from ..spec import PRESETS
 from . import options
 from .commands import EndOfChat, ask, load, obey, save
@@ -18,6 +17,9 @@ from .interrupts import ends_by_signal
 from .lines import LineReader, clean
 from .team import Team
 from .terminal import Terminal, format_bytes
+
+if TYPE_CHECKING:
+    from ..model import LoadedModel
 
 DEFAULT_AGENTS = ["planner:You are the planner.", "writer:You are the writer."]
 
@@ -36,7 +38,7 @@ def banner(conversation: Conversation, model: LoadedModel, source: str | None) -
         sampled += "; agents have their own"
     return "\n".join(
         [
-            f"model        {source or DEFAULT_MODEL} ({model.spec.dtype})",
+            f"model        {options.model_name(source)} ({model.spec.dtype})",
             f"cache bits   {bits}",
             f"budget       {manager.budget_bytes} bytes ({format_bytes(manager.budget_bytes)})",
             f"context      {conversation.max_context} tokens",
@@ -121,14 +123,13 @@ def chat(
     conversation is kept first).
     """
     terminal = Terminal()
-    folder = cache_dir or default_cache_dir()
     members = options.find_team(agent, team, Team.of(DEFAULT_AGENTS))
     settings = ChatSettings(
         sampling=options.sampling_asked_for(temperature, seed),
         system=clean(system)[0] if system else None,
         max_context=max_context,
         max_tokens=max_tokens,
-        store=store or folder / "cards",
+        store=store or default_store_dir(),
     )
     quant, budget_bytes = options.quant_spec(bits, k_bits, v_bits, group_size, preset), options.parse_bytes(budget)
     if save_as is not None or resume is not None:
@@ -140,7 +141,7 @@ def chat(
         if resume is not None:
             load(conversation, resume)
         terminal.note(banner(conversation, loaded, model))
-        with contextlib.closing(LineReader(terminal, folder / "history")) as reader:
+        with contextlib.closing(LineReader(terminal, default_cache_dir() / "history")) as reader:
             try:
                 talk(conversation, reader)
             finally:

@@ -7,7 +7,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import (
     AgentSession,
@@ -15,7 +15,6 @@ from .. import (
     CardStore,
     HandoffCoordinator,
     HandoffRecord,
-    LoadedModel,
     Message,
     QKVShareError,
     Restored,
@@ -30,6 +29,9 @@ from .round import Voice, take_round
 from .team import AgentSpec, Team
 from .terminal import ProgressLine, Terminal, format_bytes
 from .turn import Turn, Usage, advice, describe_limits, take_turn
+
+if TYPE_CHECKING:
+    from ..model import LoadedModel
 
 _MOST_CHARACTERS_PER_TOKEN = 64  # of any text worth reading
 
@@ -76,10 +78,10 @@ class Conversation:
         self.current = self._floor if is_parallel else next(iter(self.sessions.values()))
         self._open()
 
-    def _session(self, agent: AgentSpec) -> AgentSession:
+    def _session(self, agent: AgentSpec, *, is_voice: bool = False) -> AgentSession:
         asked = dict(self.settings.sampling)
-        if "seed" in asked and agent.name != next(iter(self.agents)):  # one seed, and yet draws of everybody's own
-            asked["seed"] = random.Random(f"{asked['seed']}/{agent.name}").getrandbits(32)
+        if "seed" in asked and (is_voice or agent.name != next(iter(self.agents))):  # draws of everybody's own
+            asked["seed"] = random.Random(f"{asked['seed']}/{agent.name}/{is_voice}").getrandbits(32)
         return AgentSession(
             agent.name, self._model, self.manager, role_prompt=agent.role,
             sampling=agent.sampling_with(asked), max_context_tokens=self.max_context, access=agent.access,
@@ -199,7 +201,7 @@ class Conversation:
         # Sessions of their own, so that branches stay as they are.
         for name, agent in self.agents.items():
             if name not in self._voices:
-                self._voices[name] = self._session(agent)
+                self._voices[name] = self._session(agent, is_voice=True)
         voices = [Voice(self._voices[name], self.limit(name), it.colour) for name, it in self.agents.items()]
         turns, records = take_round(self._floor, voices, text, self.terminal, interrupts)
         self.coordinator.records.extend(records)

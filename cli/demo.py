@@ -125,9 +125,9 @@ def notes(result: RelayResult) -> list[str]:
     held = " + ".join(f"{count:,}" for count in result.held_tokens)
     is_gpu = mx.default_device() == mx.Device(mx.gpu)
     return [
-        f"Quantizing a sender's own turn, before its handoff, took {seals}. The separate caches are counted",
-        f"at their exact lengths ({held} tokens); real ones round up. The table is about memory and time:",
-        "a small model gets facts wrong, with a shared cache or with its own.",
+        f"Quantizing a sender's own turn, before its handoff, took {seals}.",
+        f"The separate caches are counted at their exact lengths ({held} tokens); real ones round up.",
+        "The table is about memory and time: a small model gets facts wrong, with a shared cache or with its own.",
         "Timings are of this machine's GPU."
         if is_gpu
         else "Timings are of this machine's CPU: only a Mac can show an Apple GPU's.",

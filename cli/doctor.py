@@ -24,9 +24,8 @@ from ..doctor import (
 from ..errors import KernelBuildError
 from ..fidelity import FidelityRow
 from ..measure import machine, report, versions
-from ..model import DEFAULT_MODEL
 from ..spec import PRESETS, CacheSpec, QuantSpec
-from .options import CacheDir, load_model
+from .options import CacheDir, load_model, model_name
 from .terminal import ProgressLine, Terminal, make_table
 
 _SHOWN_LAYERS = 6
@@ -56,7 +55,7 @@ def doctor(
             "recall_full_precision": found.recall,
             "layers": [dataclasses.asdict(layer) for layer in found.layers],
         }
-        print(json.dumps(report("doctor", model or DEFAULT_MODEL, rows) | extra), file=terminal.out.file)
+        print(json.dumps(report("doctor", model_name(model), rows) | extra), file=terminal.out.file)
     else:
         _print(terminal, found, kernel, all_layers)
     if save:

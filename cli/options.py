@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import mlx.core as mx
 import typer
 
-from .. import LoadedModel, QuantSpec, Sampling, load
+from .. import QuantSpec, Sampling
 from ..errors import InvalidValueError
 from . import team as teams
 from .team import READY_TEAMS, Team
 from .terminal import ProgressLine, Terminal
+
+if TYPE_CHECKING:
+    from ..model import LoadedModel
 
 Model = Annotated[
     str | None,
@@ -139,8 +142,16 @@ def parse_counts(text: str, name: str) -> list[int]:
     return counts
 
 
+def model_name(source: str | None) -> str:
+    from ..model import DEFAULT_MODEL
+
+    return source or DEFAULT_MODEL
+
+
 def load_model(source: str | None, cache_dir: Path | None, terminal: Terminal) -> LoadedModel:
     """`load` with its progress on stderr."""
+    from ..model import load  # mlx-lm and its tokenizers take seconds to import, which `--help` should not
+
     with contextlib.closing(ProgressLine(terminal)) as progress:
         model = load(source, cache_dir=cache_dir, progress=progress)
     if mx.metal.is_available():  # keep large weights resident, as mlx-lm's own commands do

@@ -10,11 +10,21 @@ from typing import Annotated
 import typer
 
 from ..measure import available_memory, report
-from ..model import DEFAULT_MODEL, outline
 from ..plan import STEP_TOKENS, LayerBytes, Plan
 from ..plan import plan as make_plan
 from ..spec import PRESETS, QuantSpec
-from .options import DEFAULT_GROUP_SIZE, Bits, CacheDir, GroupSize, KBits, Model, VBits, parse_bytes, quant_spec
+from .options import (
+    DEFAULT_GROUP_SIZE,
+    Bits,
+    CacheDir,
+    GroupSize,
+    KBits,
+    Model,
+    VBits,
+    model_name,
+    parse_bytes,
+    quant_spec,
+)
 from .terminal import ProgressLine, Terminal, format_bytes, make_table
 
 
@@ -42,6 +52,8 @@ def plan(
     json_only: Annotated[bool, typer.Option("--json", help="Print one JSON line alone.")] = False,
 ) -> None:
     """Predict the memory of N agents on one context; no weight is loaded or downloaded."""
+    from ..model import outline  # imports mlx-lm
+
     terminal = Terminal()
     asked = quant_spec(bits, k_bits, v_bits, group_size, preset)
     quant = asked if isinstance(asked, QuantSpec) else QuantSpec.preset(asked or "safe")
@@ -53,9 +65,9 @@ def plan(
     )
     if json_only:
         row = dataclasses.asdict(result) | {"prefill_peak_bytes": result.prefill_peak_bytes}
-        print(json.dumps(report("plan", model or DEFAULT_MODEL, [row])), file=terminal.out.file)
+        print(json.dumps(report("plan", model_name(model), [row])), file=terminal.out.file)
     else:
-        _print(terminal, result, model or DEFAULT_MODEL, what)
+        _print(terminal, result, model_name(model), what)
 
 
 def _print(terminal: Terminal, it: Plan, model: str, what: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
@@ -13,7 +14,6 @@ from .. import (
     AgentSession,
     HandoffCoordinator,
     HandoffRecord,
-    LoadedModel,
     Sampling,
     SharedKVCacheManager,
 )
@@ -21,6 +21,9 @@ from .interrupts import Interrupts
 from .penalty import PenalizedSampler
 from .streams import show_together
 from .terminal import ProgressLine, Terminal
+
+if TYPE_CHECKING:
+    from ..model import LoadedModel
 
 
 @dataclass(frozen=True)

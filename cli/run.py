@@ -14,8 +14,7 @@ import typer
 
 from .. import CardStore, QKVShareError, SharedKVCacheManager
 from ..errors import BudgetExceededError, ContextLimitError, InvalidValueError
-from ..folders import default_cache_dir
-from ..model import DEFAULT_MODEL
+from ..folders import default_store_dir
 from . import options
 from .commands import save, show_status
 from .conversation import ChatSettings, Conversation
@@ -172,7 +171,7 @@ def run(
         sampling=options.sampling_asked_for(temperature, seed),
         max_context=max_context,
         max_tokens=max_tokens,
-        store=store or (cache_dir or default_cache_dir()) / "cards",
+        store=store or default_store_dir(),
         start_over="a shorter text or fewer --max-tokens may fit",
     )
     quant, budget_bytes = options.quant_spec(bits, k_bits, v_bits, group_size, preset), options.parse_bytes(budget)
@@ -192,5 +191,5 @@ def run(
             if save_as is not None:
                 code = work.save(save_as) or code
             if as_json:
-                print(json.dumps(work.report(model or DEFAULT_MODEL, what, code)), file=sys.stdout)
+                print(json.dumps(work.report(options.model_name(model), what, code)), file=sys.stdout)
     raise typer.Exit(code)

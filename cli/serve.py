@@ -6,7 +6,6 @@ import sys
 
 import typer
 
-from ..serve import shared_server
 from .options import Bits, Budget, GroupSize, KBits, Preset, Unsafe, VBits, parse_bytes, quant_spec
 
 
@@ -24,6 +23,8 @@ def serve(
 
     All other options are those of `mlx_lm.server` (--model, --port, ...); `qkvshare serve -- --help` shows them.
     """
+    from ..serve import shared_server  # imports mlx-lm
+
     quant = quant_spec(bits, k_bits, v_bits, group_size, preset)
     with shared_server(quant=quant, budget_bytes=parse_bytes(budget), allow_unsafe=unsafe) as server:
         before, sys.argv = sys.argv, ["qkvshare serve", *context.args]

@@ -6,11 +6,15 @@ import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from .. import AgentSession, LoadedModel, SharedKVCacheManager
+from .. import AgentSession, SharedKVCacheManager
 from ..errors import BudgetExceededError, ContextLimitError, QKVShareError, typed_error
 from .interrupts import Interrupts
 from .terminal import ProgressLine, Terminal, format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from ..model import LoadedModel
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,7 @@ def import_card(
         CardCorruptError: the file or what is in it has changed.
         CardFormatError: it is none of ours.
         CardError: it cannot be read; or a card of this name is there, and not to be replaced.
+        RevokedError: of what it holds something was revoked in the store.
         CardWriteError: no room in the store, or no right to write there.
     """
     if name is not None and not isinstance(name, str):

@@ -30,7 +30,7 @@ from .segment import seal_keys
 from .spec import CacheSpec, Fingerprint, LayerSpec, QuantSpec, StateSpec
 from .table import Sealed
 
-FORMAT = 1
+FORMAT = 2
 MAX_CARD_BYTES = 1 << 28
 _WIDTHS = {2: "<u2", 4: "<u4", 8: "<i8"}
 
@@ -176,10 +176,10 @@ def decode(raw: bytes, where: str) -> Card:
 def _parse(plain: dict[str, Any]) -> Card:
     messages = [Message(role, text, author, _decode_ids(ids), of) for role, text, author, ids, of in plain["messages"]]
     segments = tuple(_parse_segment(it) for it in plain["segments"])
-    stop = 0
+    stop, inherited = 0, set[str]()
     for segment in segments:
-        _check_segment(segment, stop)
-        stop += segment.length
+        _check_segment(segment, stop, inherited)
+        stop, inherited = stop + segment.length, set(segment.domains)
     if not 0 <= _count(plain["base_tokens"]) <= stop or _count(plain["hops"]) < 0:
         raise ValueError(f"base_tokens, hops: expected counts, got {plain['base_tokens']}, {plain['hops']}")
     if not isinstance(plain["name"], str) or not isinstance(plain["agent"], str):
@@ -198,12 +198,12 @@ def _parse_segment(plain: dict[str, Any]) -> CardSegment:
     return CardSegment(**(plain | lists | {"token_ids": _decode_ids(plain["token_ids"])}))
 
 
-def _check_segment(segment: CardSegment, start: int) -> None:
+def _check_segment(segment: CardSegment, start: int, inherited: set[str]) -> None:
     ids = segment.token_ids
     counts = [_count(it) for it in (segment.start, segment.length, segment.num_tokens, segment.nbytes)]
     if segment.start != start or not 0 < segment.length <= segment.num_tokens or min(counts) < 0:
         raise ValueError(f"segment {segment.digest}: expected one from token {start}, got {counts}")
-    if not segment.own_domains or not set(segment.own_domains) <= set(segment.domains):
+    if not segment.own_domains or not inherited.union(segment.own_domains) <= set(segment.domains):
         raise ValueError(
             f"segment {segment.digest}: expected its domains, got {segment.own_domains}, {segment.domains}"
         )

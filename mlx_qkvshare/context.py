@@ -101,11 +101,20 @@ class TokenContext:
 
     def _stand_on(self, prefix: SharedPrefix) -> None:
         """Read `prefix`, with an empty tail."""
-        self._prefix = prefix
-        self._tail_domains: frozenset[str] = frozenset()  # of tokens in the tail that were written elsewhere before
-        self._caches = self.manager.make_caches(prefix, reads_base=self._attention.reads_base)
-        self._leaves = leaves(self._caches)  # one for each layer, whatever lists the model takes them in
-        self._tail_ids, self._logits = [], None
+        caches = self.manager.make_caches(prefix, reads_base=self._attention.reads_base)
+        self._tail_ids, self._logits = [], None  # first: an interrupt must not leave a tail without its domains
+        self._prefix, self._caches = prefix, caches
+        self._leaves = leaves(caches)  # one for each layer, whatever lists the model takes them in
+        self._tail_domains = frozenset()
+
+    @property
+    def _tail_domains(self) -> frozenset[str]:
+        """Of tokens in the tail that were written elsewhere before."""
+        return self._prefix.holding.tail_domains
+
+    @_tail_domains.setter
+    def _tail_domains(self, domains: frozenset[str]) -> None:
+        self._prefix.holding.tail_domains = domains
 
     # --- looking -----------------------------------------------------------------------------------
 
@@ -171,7 +180,7 @@ class TokenContext:
         else:
             stored.release()
             self._rewind(len(held) - common)
-        self._tail_domains |= domains
+        self._tail_domains = domains | (self._tail_domains if self._tail_ids else frozenset())
         common = self.num_tokens
         try:
             self._make_room(len(wanted) - common, spare_tokens=reserve if is_budgeted else 0)
@@ -282,6 +291,7 @@ class TokenContext:
 
     def _next_logits(self) -> mx.array:
         """The logits behind the last token; where its K/V came ready-made (a handoff, an exact hit), it runs again."""
+        self._prefix.require_readable()
         if (ready := self._logits) is not None:
             try:
                 self._require_finite(ready)
@@ -319,10 +329,8 @@ class TokenContext:
 
     def _seal(self, kind: str = DEFAULT_KIND) -> int:
         count = len(self._tail_ids)
-        self.manager.seal(
-            self._prefix, self._leaves, self._tail_ids, look=self._look, kind=kind, domains=self._tail_domains
-        )
-        self._tail_ids, self._logits, self._tail_domains = [], None, frozenset()
+        self.manager.seal(self._prefix, self._leaves, self._tail_ids, look=self._look, kind=kind)
+        self._tail_ids, self._logits = [], None
         for cache in self._leaves:
             cache.reset_tail()
         self._prefix.release_tail()
@@ -332,8 +340,9 @@ class TokenContext:
 
     def _domains_of(self, start: int, stop: int) -> frozenset[str]:
         """Of the tokens from `start` to `stop`, which stay what they are when they are computed again."""
-        found = [view.segment.own_domains for view in self._prefix.views if view.start < stop and start < view.stop]
-        return frozenset().union(*found, self._tail_domains if stop > self._prefix.num_tokens else ())
+        views = [view for view in self._prefix.views if max(start, view.start) < min(stop, view.stop)]
+        own = [view.segment.own_domains for view in views]
+        return frozenset().union(*own, self._tail_domains if stop > max(start, self._prefix.num_tokens) else ())
 
     def _look(self, num_tokens: int) -> dict[int, Looked]:
         """What every layer's attention asks for the last `num_tokens` tokens of the tail, or fewer: they run once more
@@ -374,8 +383,9 @@ class TokenContext:
             self._prefix.reserve_tail(tail_capacity(num_missing))  # before anything is forgotten
         domains = self._domains_of(len(wanted) - num_missing, len(wanted))
         self._rewind(num_tokens)
+        if not self._tail_ids:
+            self._tail_domains = domains
         if num_missing:
-            self._tail_domains |= domains
             self._make_room(num_missing)
             run_through(self._computing(wanted[self.num_tokens :]))
 
@@ -401,8 +411,8 @@ class TokenContext:
         if num_tokens <= len(self._tail_ids):
             del self._tail_ids[len(self._tail_ids) - num_tokens :]
         else:
-            self._tail_domains = frozenset()
             self._tail_ids.clear()  # first: an interrupt in between must not leave a tail behind a shorter prefix
+            self._tail_domains = frozenset()
             self._prefix.truncate(target)
 
     # --- one call at a time, all or nothing --------------------------------------------------------

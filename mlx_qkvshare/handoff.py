@@ -65,25 +65,28 @@ class HandoffCoordinator:
         not read whole, see `AgentSession.redacting`.
 
         Raises `HandoffError` (or a subclass), `AccessError` that names what the receiver may not read, `IntegrityError`
-        when `verify` finds changed bytes, or `SessionBusyError`: sender and receiver are as they were.
+        when `verify` finds changed bytes, or `SessionBusyError`: sender and receiver are as they were. After an
+        `AuditError` the context has been handed over.
         """
         if sender is receiver:
             raise HandoffError(f"[request_handoff] expected two sessions, got {sender.name!r} twice")
         started = time.perf_counter()
         with sender.handing_over(keep=keep_sender) as package:
             sealed = time.perf_counter()
-            seal_seconds = sealed - started
+            part, num_redacted, num_computed = package, 0, 0
             if not redact or package.is_readable(receiver.access):
                 copied = self._receive(package, receiver, verify)
-                return self._record(package, receiver, copied, seal_seconds, time.perf_counter() - sealed)
-            self.validate(package, verify=verify)
-            with receiver.redacting(package) as (part, report):
-                copied = self._receive(part, receiver, False)
-            held_back = sum(s.length for s in package.spans if not receiver.access.may_read(s.own_domains))
-            return self._record(
-                part, receiver, copied, seal_seconds, time.perf_counter() - sealed,
-                redacted_tokens=held_back, computed_tokens=report.computed_tokens,
-            )  # fmt: skip
+            else:
+                self.validate(package, verify=verify)
+                with receiver.redacting(package) as (part, report):
+                    copied = self._receive(part, receiver, False)
+                num_redacted = max(0, package.num_tokens - part.num_tokens)
+                num_computed = report.computed_tokens
+            seconds = time.perf_counter() - sealed
+        return self._record(
+            part, receiver, copied, sealed - started, seconds,
+            redacted_tokens=num_redacted, computed_tokens=num_computed,
+        )  # fmt: skip
 
     def deliver(self, package: HandoffPackage, receiver: AgentSession, *, verify: bool = False) -> HandoffRecord:
         """Validate `package` and let `receiver` take it. A package is delivered once."""
@@ -95,7 +98,7 @@ class HandoffCoordinator:
         """Bytes of the arrays that the receiver reads and that were not the package's own before."""
         with self.manager.handoff_lock:
             stored = self._check(package, verify)
-            receiver.receive_state(package)
+            receiver.take_over(package)
             self.manager.last_sequence[package.sender_id] = package.sequence
             read = [array for view in receiver.prefix.views for array in view.segment.arrays()]
             return receiver.private_bytes + sum(array.nbytes for array in read if id(array) not in stored)

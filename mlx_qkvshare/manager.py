@@ -12,7 +12,6 @@ import itertools
 import secrets
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import mlx.core as mx
@@ -25,10 +24,12 @@ from .errors import (
     IntegrityError,
     InvalidValueError,
     NonFiniteError,
+    QKVShareError,
     RevokedError,
     SessionClosedError,
 )
-from .guard import Guard, Looked, Raised
+from .figures import ManagerStats, Tally
+from .guard import Guard, Looked
 from .integrity import check_table, require_equal
 from .layer_cache import ChunkLayerCache, LayerCache, WindowLayerCache
 from .packing import NOTHING, GuardReport, Packer, Source
@@ -54,7 +55,6 @@ from .verdict import check_factors, choose
 _CACHES = {"full": LayerCache, "window": WindowLayerCache, "chunk": ChunkLayerCache}
 DEFAULT_BUDGET_BYTES = 4 * 2**30
 _GUARD = Guard()
-_KEPT_RAISED = 256
 
 Content = tuple[Sealed, int, tuple[LayerKV | LayerState, ...]]
 Saved = TypeVar("Saved", covariant=True)
@@ -79,37 +79,6 @@ class Spill(Revoking, Protocol):
     def find(
         self, manager: SharedKVCacheManager, token_ids: Sequence[int], access: Access, *, longer_than: int
     ) -> SharedPrefix | None: ...
-
-
-@dataclass(frozen=True)
-class ManagerStats:
-    """`used + free == budget` and `used == evictable + protected`; private tails are protected bytes.
-
-    The guard tried `num_guarded_layers` layers as they were sealed (none where there is nothing to fear), found
-    `worst_attention_error` in what it let pass, and gave more bits to `num_raised_layers`, the last of which are in
-    `raised`. Of the evictions `num_spilled` are kept on disk; `num_returned` times a match came back from there.
-    """
-
-    budget_bytes: int
-    used_bytes: int
-    free_bytes: int
-    evictable_bytes: int
-    protected_bytes: int
-    private_bytes: int
-    num_segments: int
-    num_holders: int
-    num_hits: int
-    num_misses: int
-    reused_tokens: int
-    num_evictions: int
-    num_spilled: int
-    num_returned: int
-    num_compactions: int
-    num_guarded_layers: int
-    num_raised_layers: int
-    worst_attention_error: float
-    raised: tuple[Raised, ...]
-    dropped_residual_bytes: int
 
 
 class SharedKVCacheManager:
@@ -156,15 +125,14 @@ class SharedKVCacheManager:
         check_factors(self._packer.factors, spec)
         self.plans = self._packer.plans
         self.packed_token_bytes = self.quant.packed_token_bytes(spec)
-        self._raised: collections.deque[Raised] = collections.deque(maxlen=_KEPT_RAISED)
-        self._worst_error = 0.0
         self._lock = threading.RLock()
         self._table = SegmentTable(spec)
         self._holdings: dict[int, Holding] = {}
         self._free_bytes = budget_bytes  # kept as a running balance, which `check_integrity` holds against the table
         self.dropped: collections.deque[int] = collections.deque()  # holders that were garbage collected
         self._ids, self._clock = itertools.count(1), itertools.count(1)
-        self._counters: collections.Counter[str] = collections.Counter()
+        self._tally = Tally()
+        self._revoked_keys: set[str] = set()
         self.handoff_lock = threading.RLock()  # one handoff at a time, whatever coordinator carries it
         self.last_sequence: dict[str, int] = {}  # of every sender, against replay
 
@@ -231,7 +199,6 @@ class SharedKVCacheManager:
         looked: Mapping[int, Looked] = NOTHING,
         kind: str = DEFAULT_KIND,
         access: Access = TEAM_ACCESS,
-        domains: Collection[str] = (),
     ) -> SharedPrefix:
         """Quantize full-precision K/V once, freeze them in `slot`, and extend `prefix` (or a new one) by the segment.
 
@@ -243,8 +210,8 @@ class SharedKVCacheManager:
             looked: the queries of the last tokens by layer, with which the guard tries what was packed, and adaptive
                 precision sees which blocks matter.
             kind: what the tokens are, one of `allocate.KINDS`; adaptive precision gives some more bits than others.
-            access: of the new prefix where there is none; the segment is written into the prefix's domain.
-            domains: what some of the tokens were written into before, besides.
+            access: of the new prefix where there is none; the segment is written into the prefix's domain, and those of
+                its tail.
 
         Raises:
             NonFiniteError, InvalidValueError, BudgetExceededError (if the guard needs more than was allocated): the
@@ -267,7 +234,7 @@ class SharedKVCacheManager:
             source = Source(slot.slot, start, len(token_ids), prefix.views if prefix else (), looked, kind)
             report = GuardReport()
             packed = tuple(self._packer.pack(source, layers, report, consume=consume))
-            own = frozenset({(prefix.access if prefix else access).writes, *domains})
+            own = frozenset({prefix.access.writes, *prefix.holding.tail_domains} if prefix else {access.writes})
             segment = SharedSegment(
                 slot.slot, start, tuple(token_ids), packed, self.quant,
                 self.spec.fingerprint.digest, layers_checksum(packed), residuals_checksum(packed),
@@ -286,13 +253,12 @@ class SharedKVCacheManager:
         *,
         look: Callable[[int], Mapping[int, Looked]] | None = None,
         kind: str = DEFAULT_KIND,
-        domains: Collection[str] = (),
     ) -> None:
         """Extend `prefix` by `token_ids`, whose rows are the private tails of `caches`, one for each layer: by what
         stands sealed already, or by a segment of those rows. The caches keep none of them, unless it fails before the
-        first layer is packed. `look(n)` tells what attention asks for the last n tokens; `kind`, `domains` and what it
-        is for: `quantize_and_store`."""
-        if not token_ids or self.extend_if_sealed(prefix, token_ids, domains=domains):
+        first layer is packed. `look(n)` tells what attention asks for the last n tokens; `kind` and what it is for:
+        `quantize_and_store`."""
+        if not token_ids or self.extend_if_sealed(prefix, token_ids):
             return
         _check_kind(kind)  # before anything is taken from the caches
         num_looked = self._packer.num_looked
@@ -300,9 +266,7 @@ class SharedKVCacheManager:
         slot = self.allocate_shared_slot(len(token_ids), replacing=prefix)
         layers: list[Any] = [cache.take_tail() for cache in caches]
         try:
-            self.quantize_and_store(
-                slot, token_ids, layers, prefix=prefix, consume=True, looked=looked, kind=kind, domains=domains
-            )
+            self.quantize_and_store(slot, token_ids, layers, prefix=prefix, consume=True, looked=looked, kind=kind)
         except BaseException:
             if all(layer is not None for layer in layers):  # nothing was consumed yet
                 for cache, tail in zip(caches, layers, strict=True):
@@ -319,10 +283,8 @@ class SharedKVCacheManager:
             prefix.holding.private_rows = 0  # the tail's bytes are the segment's now
             self._table.fill(record, segment, prefix.views[-1].segment.slot if prefix.views else None)
             self._set_views(prefix.holding, (*prefix.views, SegmentView(segment, segment.num_tokens)))
-            self._counters["guarded"] += report.num_guarded
-            self._counters["raised"] += len(report.raised)
-            self._worst_error = max(self._worst_error, report.worst_error)
-            self._raised.extend(report.raised)
+            prefix.holding.tail_domains = frozenset()
+            self._tally.guarded(segment.domains, report)
             return prefix
 
     def _check_context(self, prefix: SharedPrefix | None, num_tokens: int) -> None:
@@ -394,9 +356,14 @@ class SharedKVCacheManager:
 
     def link(self, prefix: SharedPrefix, slots: Sequence[SharedSlot], contents: Sequence[Content]) -> None:
         """Extend `prefix` by sealed segments that were read from elsewhere, each behind the one before: [(seal, length
-        of the view, layers), …]. What another thread linked meanwhile is taken."""
+        of the view, layers), …]. What another thread linked meanwhile is taken.
+
+        Raises `RevokedError`, for what was revoked meanwhile, too.
+        """
         with self._locked():
             self._check_held(prefix.holding)
+            if any(not self._revoked_keys.isdisjoint(sealed.keys) for sealed, _, _ in contents):
+                raise RevokedError("[load_card] expected a context to read, got one that was revoked")
             views = prefix.views
             for slot, (sealed, length, layers) in zip(slots, contents, strict=True):
                 behind = views[-1] if views else None
@@ -441,38 +408,36 @@ class SharedKVCacheManager:
         """
         with self._locked():
             prefix = self._retain(self._table.longest(tuple(token_ids), access), access)
-        longest = max(prefix.num_tokens, held_tokens)
+        longest, returned = max(prefix.num_tokens, held_tokens), None
         if self.spill is not None and len(token_ids) > longest:  # not under the lock: it reads files
             returned = self.spill.find(self, token_ids, access, longer_than=longest)
             if returned is not None:
                 prefix.release()
                 prefix = returned
-                self._counters["returned"] += 1
         with self._locked():
-            if prefix.num_tokens > held_tokens:
-                self._counters["hits"] += 1
-                self._counters["reused_tokens"] += prefix.num_tokens - held_tokens
-            elif held_tokens == 0:
-                self._counters["misses"] += 1
+            more = max(0, prefix.num_tokens - held_tokens)
+            self._tally.count(
+                {access.writes}, num_returned=returned is not None, num_hits=more > 0, reused_tokens=more,
+                num_misses=not more and held_tokens == 0,
+            )  # fmt: skip
             return prefix
 
-    def extend_if_sealed(
-        self, prefix: SharedPrefix, token_ids: Sequence[int], *, domains: Collection[str] = ()
-    ) -> bool:
+    def extend_if_sealed(self, prefix: SharedPrefix, token_ids: Sequence[int]) -> bool:
         """If all of `token_ids` stand sealed behind `prefix` already, extend `prefix` by them and say True.
 
-        What was written into other `domains` as well stands nowhere.
+        What was written elsewhere before as well stands nowhere.
         """
-        if not prefix.access.may_find(domains, ()):
+        if not prefix.access.may_find(prefix.holding.tail_domains, ()):
             return False
         with self._locked():
             self._check_held(prefix.holding)
             views = self._table.longest((*prefix.token_ids, *token_ids), prefix.access, prefix.views)
             if not token_ids or not views or views[-1].stop != prefix.num_tokens + len(token_ids):
                 return False
-            self._counters["reused_tokens"] += len(token_ids)
+            self._tally.count({prefix.access.writes}, reused_tokens=len(token_ids))
             prefix.release_tail()
             self._set_views(prefix.holding, views)
+            prefix.holding.tail_domains = frozenset()
             return True
 
     def ref_count(self, slot: int) -> int:
@@ -522,7 +487,9 @@ class SharedKVCacheManager:
     def fork_prefix(self, holding: Holding, access: Access) -> SharedPrefix:
         with self._locked():
             self._check_held(holding)
-            return self._retain(holding.views, access)
+            twin = self._retain(holding.views, access)
+            twin.holding.tail_domains = holding.tail_domains
+            return twin
 
     def write_in(self, holding: Holding, domain: str) -> None:
         with self._locked():
@@ -589,20 +556,20 @@ class SharedKVCacheManager:
         return False
 
     def _evict(self, record: Record) -> None:
-        if self.spill is not None and self.spill.keep(self, self._table.chain(record)):
-            self._counters["spilled"] += 1
+        is_kept = self.spill is not None and self.spill.keep(self, self._table.chain(record))
         self._table.evict(record)
         self._free_bytes += record.counted_bytes
-        self._counters["evictions"] += 1
+        self._tally.count(record.domains, num_evictions=1, num_spilled=is_kept)
 
     def evict_unreferenced(self) -> int:
         """Drop every segment that nobody holds; the number dropped."""
         with self._locked():
-            before = self._counters["evictions"]
+            num_evicted = 0
             while leaves := self._table.evictable_leaves():
                 for record in leaves:
                     self._evict(record)
-            return self._counters["evictions"] - before
+                num_evicted += len(leaves)
+            return num_evicted
 
     def drop_residuals(self) -> int:
         """Drop the residual planes of all segments stored so far; the bytes freed, 0 where nothing is nested.
@@ -612,7 +579,8 @@ class SharedKVCacheManager:
         """
         with self._locked():
             records = [record for record in self._table.records.values() if record.residual_bytes]
-            freed = sum(record.residual_bytes for record in records)
+            sizes = [record.residual_bytes for record in records]
+            freed = sum(sizes)
             bases = {record.slot.slot: record.segment.base for record in records if record.segment is not None}
             for record in records:
                 record.put(bases[record.slot.slot])
@@ -620,23 +588,30 @@ class SharedKVCacheManager:
                 views = holding.views
                 holding.views = tuple(SegmentView(bases.get(v.segment.slot, v.segment), v.length) for v in views)
             self._free_bytes += freed
-            self._counters["dropped_residual_bytes"] += freed
+            for record, nbytes in zip(records, sizes, strict=True):
+                self._tally.count(record.domains, dropped_residual_bytes=nbytes)
         mx.clear_cache()  # hand the freed bytes back at once: somebody is in need of them
         return freed
 
     # --- revocation ----------------------------------------------------------------------------------
 
-    def revoke(self, slot: int, *, stores: Iterable[Revoking] = ()) -> Receipt:
-        """Take the segment in `slot`, and all that was computed behind it, from everyone: in memory, where it was
-        spilled, and in `stores`.
+    def revoke(self, what: int | SharedSegment, *, stores: Iterable[Revoking] = ()) -> Receipt:
+        """Take a segment, or the one in this slot, and all that was computed behind it, from everyone: in memory, where
+        it was spilled, and in `stores`. A segment may have been evicted before.
 
         Who held any of it gets `RevokedError` from its next step on, and its own tail is not read again; other holders
-        never notice. Cards that name it go, and the stores refuse its bytes from now on, wherever they come from.
-        Raises `InvalidValueError` if the slot is free already.
+        never notice. Cards that name it go, and the stores and this manager refuse its bytes from now on, wherever
+        they come from.
+
+        Raises `InvalidValueError` if the slot is free already, and `CardError` where a store could not be told, which
+        is told again when the segment is revoked again; it is gone from all others then.
         """
         with self._locked():
-            records = self._table.branch(slot)
-            segments = [record.segment for record in records if record.segment is not None]
+            first = what if isinstance(what, SharedSegment) else self._table.stored(what)
+            records = self._table.branches(first.keys)
+            segments = [record.segment for record in records if record.segment is not None] or [first]
+            keys = {key for segment in segments for key in segment.keys}
+            self._revoked_keys |= keys
             slots = {record.slot.slot for record in records}
             holders = {holder for record in records for holder in record.holders}
             for holder in holders:
@@ -648,19 +623,25 @@ class SharedKVCacheManager:
             for record in reversed(records):
                 self._table.evict(record)
                 self._free_bytes += record.counted_bytes
-        keys = {key for segment in segments for key in segment.keys}
-        everywhere: list[Revoking] = [*stores] if self.spill is None else [*stores, self.spill]
-        gone = [store.revoke(keys) for store in everywhere]
+        gone, errors = [], []
+        for store in [*stores] if self.spill is None else [*stores, self.spill]:
+            try:
+                gone.append(store.revoke(keys))
+            except QKVShareError as error:
+                errors.append(error)
+        standing = [record.segment for record in records if record.segment is not None]
         receipt = Receipt(
-            slots=tuple(segment.slot for segment in segments),
+            slots=tuple(segment.slot for segment in standing),
             seals=tuple(seal for segment in segments for seal in segment.seals),
-            num_tokens=sum(segment.num_tokens for segment in segments),
-            nbytes=sum(segment.nbytes for segment in segments),
+            num_tokens=sum(segment.num_tokens for segment in standing),
+            nbytes=sum(segment.nbytes for segment in standing),
             num_holders=len(holders),
             cards=tuple(name for names, _ in gone for name in names),
             disk_bytes=sum(nbytes for _, nbytes in gone),
         )
-        self.note("revocation", **dataclasses.asdict(receipt))
+        self.note("revocation", num_failed_stores=len(errors), **dataclasses.asdict(receipt))
+        if errors:
+            raise errors[0]
         return receipt
 
     def note(self, event: str, **fields: Any) -> None:
@@ -686,7 +667,7 @@ class SharedKVCacheManager:
                     index = min(index, len(prefix.views) - 2)  # the joined one may now join what follows it
                 else:
                     index -= 1
-            self._counters["compactions"] += joins
+            self._tally.count({prefix.access.writes}, num_compactions=joins)
         return joins
 
     def _can_join(self, first: SegmentView, second: SegmentView, *, caller: SharedPrefix) -> bool:
@@ -716,33 +697,17 @@ class SharedKVCacheManager:
 
     # --- looking -------------------------------------------------------------------------------------
 
-    def stats(self) -> ManagerStats:
-        """Bytes now, and counts since the manager was made."""
+    def stats(self, access: Access = EVERYTHING) -> ManagerStats:
+        """Bytes now, and counts since the manager was made.
+
+        With `access` only of what it may read, so that nothing tells what others have stored: neither their bytes, of
+        which `free_bytes` are then not less, nor what was reused, nor the guard's figures, by which a guess at a text
+        could be tried.
+        """
         with self._locked():
-            records, count = list(self._table.records.values()), self._counters
-            private = sum(self.tail_bytes(h.private_rows) for h in self._holdings.values())
-            return ManagerStats(
-                budget_bytes=self.budget_bytes,
-                used_bytes=self.budget_bytes - self._free_bytes,
-                free_bytes=self._free_bytes,
-                evictable_bytes=sum(r.counted_bytes for r in records if r.is_evictable),
-                protected_bytes=sum(r.counted_bytes for r in records if not r.is_evictable) + private,
-                private_bytes=private,
-                num_segments=len(self.segments()),
-                num_holders=len(self._holdings),
-                num_hits=count["hits"],
-                num_misses=count["misses"],
-                reused_tokens=count["reused_tokens"],
-                num_evictions=count["evictions"],
-                num_spilled=count["spilled"],
-                num_returned=count["returned"],
-                num_compactions=count["compactions"],
-                num_guarded_layers=count["guarded"],
-                num_raised_layers=count["raised"],
-                worst_attention_error=self._worst_error,
-                raised=tuple(self._raised),
-                dropped_residual_bytes=count["dropped_residual_bytes"],
-            )
+            holdings = [it for it in self._holdings.values() if access.may_read({it.access.writes})]
+            tails = {it.holder: self.tail_bytes(it.private_rows) for it in holdings}
+            return self._tally.stats(access, self.budget_bytes, self._free_bytes, self._table.records.values(), tails)
 
     def segments(self) -> tuple[SharedSegment, ...]:
         """Every stored segment, parents before children."""

@@ -25,6 +25,8 @@ class Holding:
     is_released: bool = False
     revoked_from: int | None = None
     """The first token of what was revoked under the holder; `views` end there, and may not be read."""
+    tail_domains: frozenset[str] = frozenset()
+    """Of tokens in the private tail that were written elsewhere before; a copy of the tail has them as well."""
 
 
 class PrefixOwner(Protocol):

@@ -35,13 +35,13 @@ def restore(
     Raises as `CardStore.load`, `AccessError` for a card that the session may not read, and `CardError` for one to
     rebuild that keeps no token ids.
     """
-    card = store.inspect(name)
+    with session.refusing(None):  # one that was revoked
+        card = store.inspect(name)
     with session.refusing(card.agent):
         card.require_readable(session.access)
     try:
         with session.manager.load_card(store, name) as loaded:
-            _receive(session, loaded.package, loaded.card)
-            return Restored(loaded.card, loaded.card.num_tokens, 0)
+            return _received(session, loaded.package, Restored(loaded.card, loaded.card.num_tokens, 0))
     except (FingerprintMismatchError, CardCorruptError) as error:
         if not rebuild:
             raise
@@ -68,9 +68,12 @@ def _rebuild(
             hops=card.hops,
             is_role_due=card.is_role_due,
         )
-        _receive(session, package, card)
-    return Restored(card, report.reused_tokens, report.computed_tokens, str(reason))
+        restored = Restored(card, report.reused_tokens, report.computed_tokens, str(reason))
+        return _received(session, package, restored)
 
 
-def _receive(session: AgentSession, package: HandoffPackage, card: Card) -> None:
-    session.receive_state(package, is_own=card.agent == session.name)
+def _received(session: AgentSession, package: HandoffPackage, restored: Restored) -> Restored:
+    agent = restored.card.agent
+    session.take_over(package, is_own=agent == session.name)
+    session.note_taken("restored", agent, package.num_tokens, computed_tokens=restored.computed_tokens)
+    return restored

@@ -27,7 +27,7 @@ from .quantize import QuantizedTensor, buffer_of, checksum
 from .segment import LayerState, SharedSegment
 from .spec import QuantSpec
 
-FORMAT = 1
+FORMAT = 2
 _MAX_HEADER_BYTES = 100_000_000  # as safetensors itself has it
 _DTYPES: dict[str, mx.Dtype] = {
     "BOOL": mx.bool_,

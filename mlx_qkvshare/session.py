@@ -400,6 +400,7 @@ class AgentSession(TokenContext):
             if self.sampling.seed is not None:  # reproducible, but not its parent's draws once more
                 self._num_forks += 1
                 twin._seed = random.Random(f"{self._seed}/{self._num_forks}").getrandbits(32)
+            twin.note_taken("fork", self.name, twin.num_tokens)
             return twin
 
     def rewind(self, num_tokens: int) -> None:
@@ -478,6 +479,11 @@ class AgentSession(TokenContext):
         Raises `HandoffError` if a slot is gone, `AccessError` for what the session may not read; it is then as it was.
         `HandoffCoordinator` checks the rest of a package.
         """
+        self.take_over(package, is_own=is_own)
+        self.note_taken("received", package.sender, package.num_tokens)
+
+    def take_over(self, package: HandoffPackage, *, is_own: bool = False) -> None:
+        """`receive_state`, for who writes the audit log's line himself."""
         with self._working(), self.refusing(package.sender):
             require_readable(package.messages, self.access)
             if package.manager != self.manager.id:
@@ -514,15 +520,22 @@ class AgentSession(TokenContext):
             part = dataclasses.replace(
                 twin.package_state(),
                 sender=package.sender,
+                sender_id=package.sender_id,
+                sequence=package.sequence,
                 base_tokens=len(base),
                 messages=messages,
                 hops=package.hops,
             )
             yield part, report
 
+    def note_taken(self, how: str, sender: str, num_tokens: int, **counts: int) -> None:
+        """A line in the audit log: this session stands on so many tokens of `sender`'s now."""
+        self.manager.note(how, sender=sender, receiver=self.name, num_tokens=num_tokens, **counts)
+
     @contextlib.contextmanager
-    def refusing(self, sender: str) -> Iterator[None]:
-        """A refusal in the block goes into the audit log: what `sender` made this session may not read."""
+    def refusing(self, sender: str | None) -> Iterator[None]:
+        """A refusal in the block goes into the audit log: what `sender`, if it is known, made this session may not
+        read."""
         try:
             yield
         except AccessError as error:

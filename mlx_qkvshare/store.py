@@ -231,13 +231,14 @@ class CardStore:
 
         Raises:
             CardError: the name is taken, and not to be replaced.
+            RevokedError: of what it holds something was revoked in this store.
             CardCorruptError, CardFormatError: what was copied is not what the card says.
             CardWriteError: no room, or no right to write.
         """
         path = self._card_path(card.name)
         try:
-            self._require_valid(card.name, *card.segments)
             with self._locked(alone=True), contextlib.ExitStack() as files:
+                self._require_valid(card.name, *card.segments)
                 if os.path.lexists(path) and not replace:
                     raise CardError(f"[CardStore] {card.name!r}: expected a free name, got one that is taken")
                 files.enter_context(written_whole(path)).write_bytes(card.encoded())  # first in, last to get its name
@@ -363,38 +364,53 @@ class CardStore:
 
     def revoke(self, keys: Collection[str]) -> tuple[tuple[str, ...], int]:
         """Refuse what has one of `keys` (`seal_keys`) from now on, and remove the cards that name it, with it and what
-        was computed behind it: their names, and the bytes freed. It waits for who is writing or reading now."""
-        names, gone, kept, freed = [], set(), set(), 0
+        was computed behind it, and segments that no card names, which may be it: the names of the cards, and the bytes
+        freed. It waits for who is writing or reading now. Raises `CardWriteError`, which says how far it came."""
+        names, gone, kept, freed, is_refused, are_known = [], set(), set(), 0, False, True
         try:
             with self._locked(alone=True):
                 self._revoked.mkdir(mode=0o700, exist_ok=True)
                 for key in keys:
                     os.close(os.open(self._revoked / key, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
                 sync_folder(self._revoked)  # first: after a crash the rest is refused, if it is there
+                is_refused, keys_gone = True, self._revoked_keys()
                 for path in our_files(self._cards, CARD):
                     try:
                         card = self._read_card(path)
                     except CardError:
-                        continue  # no one reads it
+                        are_known = False  # a newer version may read it
+                        continue
                     chain = [segment.digest for segment in card.segments]
-                    revoked = [self._is_revoked(segment) for segment in card.segments]
+                    revoked = [not keys_gone.isdisjoint(segment.keys) for segment in card.segments]
                     if any(revoked):
                         names.append(card.name)
                         freed += removed(path)
                         gone.update(chain[revoked.index(True) :])
                     else:
                         kept.update(chain)
-                return tuple(sorted(names)), freed + sum(removed(self._segment_path(it)) for it in gone - kept)
+                if are_known:
+                    gone.update(path.stem for path in our_files(self._segments, _SEGMENT))
+                freed += self._sweep() + sum(removed(self._segment_path(it)) for it in gone - kept)
+                return tuple(sorted(names)), freed
         except OSError as error:
-            raise CardWriteError(f"[revoke] {error}; nothing of it is read again") from error
+            what = "nothing of it is read again" if is_refused else "it is not revoked here"
+            raise CardWriteError(f"[revoke] {error}; {what}") from error
 
-    def _is_revoked(self, segment: CardSegment | SharedSegment) -> bool:
-        return any((self._revoked / key).exists() for key in segment.keys)
+    def _revoked_keys(self) -> set[str]:
+        try:
+            return set(os.listdir(self._revoked))
+        except FileNotFoundError:
+            return set()
+        except OSError as error:
+            raise CardError(f"[CardStore] {self._revoked}: expected a folder to read: {error}") from error
+
+    def _has_revoked(self, segments: Iterable[CardSegment | SharedSegment]) -> bool:
+        keys = self._revoked_keys()
+        return bool(keys) and any(not keys.isdisjoint(segment.keys) for segment in segments)
 
     def _require_valid(self, name: str, *segments: CardSegment | SharedSegment) -> None:
-        for segment in segments:
-            if self._is_revoked(segment):
-                raise RevokedError(f"[CardStore] {name!r}: expected a context to keep, got one that was revoked")
+        if self._has_revoked(segments):
+            raise RevokedError(f"[CardStore] {name!r}: expected a context to keep, got one that was revoked")
 
     def gc(self) -> int:
         """Remove the segments that no card names, and what crashes left; the bytes freed. It waits for who is writing
@@ -434,9 +450,16 @@ class CardStore:
         return [path for kind in self._kinds for path in (*our_files(*kind), *half_written(*kind))]
 
     @contextlib.contextmanager
-    def _locked(self, *, alone: bool = False, waits: bool = True) -> Iterator[None]:
-        with locked(self.folder, alone=alone, waits=waits):
+    def _locked(self, *, alone: bool = False, waits: bool = True, name: str = ".lock") -> Iterator[None]:
+        with locked(self.folder, alone=alone, waits=waits, name=name):
             yield
+
+
+def is_ours(name: str) -> bool:
+    """Is a file of this name a card, a segment, or what a crash left of one?"""
+    stem, _, rest = name.removeprefix(".").partition(".")
+    is_whole = not name.startswith(".")
+    return is_digest(stem) and (f".{rest}" if is_whole else Path(rest).suffix) in (CARD, _SEGMENT)
 
 
 _SHARED_FIELDS = (

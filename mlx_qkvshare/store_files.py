@@ -35,13 +35,13 @@ def plain_file(path: Path) -> Iterator[BinaryIO]:
 
 
 @contextlib.contextmanager
-def locked(folder: Path, *, alone: bool = False, waits: bool = True) -> Iterator[None]:
-    """Hold the folder's lock, together with others or alone.
+def locked(folder: Path, *, alone: bool = False, waits: bool = True, name: str = ".lock") -> Iterator[None]:
+    """Hold a lock of the folder's, together with others or alone.
 
     Raises `CardError`, and `BlockingIOError` where it does not wait and would have to.
     """
     try:
-        handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        handle = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise CardError(f"[CardStore] {folder}: expected a folder to lock: {error}") from error
     try:

@@ -26,6 +26,7 @@ from .segment import (
     layers_checksum,
     readable,
     residuals_checksum,
+    seal_keys,
     truncate_views,
 )
 from .spec import CacheSpec
@@ -54,6 +55,11 @@ class Sealed(NamedTuple):
     def of(cls, segment: SharedSegment) -> Sealed:
         return cls(*(getattr(segment, name) for name in cls._fields))
 
+    @property
+    def keys(self) -> set[str]:
+        """See `seal_keys`."""
+        return seal_keys((self.checksum, *self.origins), self.own_domains, self.domains)
+
     def is_like(self, other: Sealed) -> bool:
         return self[:-1] == other[:-1]
 
@@ -73,6 +79,11 @@ class Record:
     @property
     def is_evictable(self) -> bool:
         return self.segment is not None and not self.holders
+
+    @property
+    def domains(self) -> frozenset[str]:
+        """Those of the segment; none while nothing is stored."""
+        return frozenset() if self.segment is None else self.segment.domains
 
     @property
     def residual_bytes(self) -> int:
@@ -199,13 +210,21 @@ class SegmentTable:
             stop, at = at.segment.start, self.records.get(at.parent) if at.parent is not None else None
         return tuple(reversed(views))
 
-    def branch(self, slot: int) -> list[Record]:
-        """The segment in `slot`, or of what it was joined into, and all that was computed behind it, parents first."""
+    def stored(self, slot: int) -> SharedSegment:
+        """The segment in `slot`, or what it was joined into."""
         slot, _ = self._moved.get(slot, (slot, 0))
-        found = [self.record(slot)]
+        segment = self.record(slot).segment
+        if segment is None:
+            raise InvalidValueError(f"[SegmentTable] slot {slot}: expected a stored segment, got an empty slot")
+        return segment
+
+    def branches(self, keys: set[str]) -> list[Record]:
+        """The segments that have one of `keys`, and all that was computed behind them, parents first."""
+        stored = [record for record in self.records.values() if record.segment is not None]
+        found = [record for record in stored if record.segment is not None and record.segment.keys & keys]
         for record in found:  # grows
-            found += [self.records[child] for child in sorted(record.children)]
-        return found
+            found += [self.records[child] for child in record.children if self.records[child] not in found]
+        return sorted(found, key=lambda it: (it.segment.start if it.segment else 0, it.slot.slot))
 
     # --- leaving -------------------------------------------------------------------------------------
 

@@ -12,6 +12,11 @@ from store_work import python_path
 from mlx_qkvshare import verdict
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if getattr(config.option, "numprocesses", None):  # one thread for each process; they inherit it
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _no_verdicts_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What `qkvshare doctor` kept for this user must not decide how the tests pack."""

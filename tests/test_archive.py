@@ -30,6 +30,7 @@ from mlx_qkvshare.errors import (
     CardNotFoundError,
     CardWriteError,
     InvalidValueError,
+    RevokedError,
 )
 
 REFUSED = (CardCorruptError, CardFormatError)
@@ -131,6 +132,20 @@ def test_a_name_that_is_taken_is_kept_unless_it_is_to_be_replaced(store, tmp_pat
     assert contents(store.folder) == before
     import_card(store, _file(tmp_path, exported), replace=True)
     assert store.verify("card").num_tokens == 17
+
+
+def test_what_was_revoked_does_not_come_back(store, tmp_path):
+    manager = make_manager()
+    prefix = fill(manager, 1, 10)
+    manager.save_card(store, "card", package_of(manager, prefix, number=1))
+    export_card(store, "card", tmp_path / "it.zip")
+    manager.revoke(prefix.views[0].segment.slot, stores=[store])
+    before = contents(store.folder)
+    for options in ({}, {"name": "other"}, {"replace": True}):
+        with pytest.raises(RevokedError):
+            import_card(store, tmp_path / "it.zip", **options)
+    assert contents(store.folder) == before and store.names() == []
+    assert import_card(CardStore(tmp_path / "elsewhere"), tmp_path / "it.zip").num_tokens == 10
 
 
 def test_a_damaged_segment_of_the_store_is_healed(store, tmp_path):

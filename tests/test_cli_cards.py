@@ -59,6 +59,7 @@ def test_list_and_inspect_tell_what_is_there(said, store):
     one = json.loads(said("inspect", "b", "--json").out)
     assert one.items() >= {k: v for k, v in second.items() if k != "age_seconds"}.items()
     assert one["segments"][0]["digest"] == store.inspect("b").segments[0].digest
+    assert one["domains"] == sorted(store.inspect("b").domains) != []
     text = said("inspect", "b").out
     assert one["segments"][0]["digest"] in text and "planner" in text and "keeps tokens" in text
 
@@ -151,26 +152,27 @@ def test_texts_of_cards_are_shown_harmless(said, store, tmp_path):
             assert "[bold]b[/bold]" in text and ":smile:" in text
 
 
-def test_no_verb_loads_a_model_or_what_one_needs(store, tmp_path):
+def test_neither_help_nor_a_verb_loads_a_model_or_what_one_needs(store, tmp_path):
     """In a process of its own, where mlx-lm and all that it brings is looked for afterwards."""
     save(make_manager(), store, 1, 10, name="c")
     code = """
 import json, sys
 from mlx_qkvshare.cli.app import main
 for line in json.loads(sys.argv[1]):
-    sys.argv = ["qkvshare", "cards", *line]
+    sys.argv = ["qkvshare", *line]
     try:
         main()
     except SystemExit as end:
         assert not end.code, (line, end.code)
-heavy = {"mlx_lm", "transformers", "tokenizers", "huggingface_hub", "torch", "gguf"}
+heavy = {"mlx_lm", "transformers", "tokenizers", "huggingface_hub", "torch", "gguf", "matplotlib"}
 found = sorted(name for name in sys.modules if name.split(".")[0] in heavy or name == "mlx_qkvshare.model")
 assert not found, found
 """
     file = str(tmp_path / "c.zip")
     lines = (["list"], ["inspect", "c"], ["verify"], ["export", "c", file], ["rm", "c"], ["gc"], ["import", file])
     assert {line[0] for line in lines} == set(VERBS)
-    text = json.dumps([[*line, "--store", str(store.folder)] for line in lines])
+    verbs = [["cards", *line, "--store", str(store.folder)] for line in lines]
+    text = json.dumps([["--help"], ["chat", "--help"], ["bench", "all", "--help"], ["team", "list"], *verbs])
     done = subprocess.run([sys.executable, "-c", code, text], capture_output=True, text=True, env=_env())
     assert done.returncode == 0, done.stderr
 

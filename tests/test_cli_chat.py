@@ -309,3 +309,15 @@ def test_what_is_said_to_nobody_joins_no_round(monkeypatch: pytest.MonkeyPatch, 
     assert result.code == 0 and re.search(r"^doctor \| ", result.out, re.MULTILINE), result.out
     (said,) = [line for line in result.out.splitlines() if line.startswith("  assistant")]
     assert "nurse: " in said and "doctor: " not in said
+
+
+def test_debug_shows_the_traceback_of_a_turn(monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:
+    def fail(count: int) -> None:
+        raise ValueError("out of ink")
+
+    force_replies(monkeypatch, "never", on_token=fail)
+    quiet = run(monkeypatch, "chat", "--model", tiny, stdin="hi\n")
+    assert "error: [planner]: ValueError: out of ink" in quiet.err
+    force_replies(monkeypatch, "never", on_token=fail)
+    with pytest.raises(AssertionError, match=r"Traceback(?s:.*)in fail"):  # `run` lets none pass
+        run(monkeypatch, "--debug", "chat", "--model", tiny, stdin="hi\n")

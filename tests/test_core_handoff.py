@@ -334,7 +334,7 @@ def test_a_session_takes_no_package_of_another_manager(team):
 
 
 def test_nobody_uses_the_sender_while_it_hands_over(team, monkeypatch):
-    receive = team.writer.receive_state
+    receive = team.writer.take_over
 
     def meanwhile(package):
         with pytest.raises(SessionBusyError):
@@ -348,7 +348,7 @@ def test_nobody_uses_the_sender_while_it_hands_over(team, monkeypatch):
 
 def test_bytes_copied_counts_what_a_copying_handoff_would_copy(team, monkeypatch):
     """The record is a measurement: a receiver that reads other arrays than the stored ones is found out."""
-    receive = team.writer.receive_state
+    receive = team.writer.take_over
 
     def copying(package):
         receive(package)
@@ -363,7 +363,7 @@ def test_bytes_copied_counts_what_a_copying_handoff_would_copy(team, monkeypatch
         copy = {name: dataclasses.replace(t, packed=t.packed + 0) for name, t in vars(block).items()}
         return dataclasses.replace(block, **copy)
 
-    monkeypatch.setattr(team.writer, "receive_state", copying)
+    monkeypatch.setattr(team.writer, "take_over", copying)
     record = team.coordinator.request_handoff(team.planner, team.writer, keep_sender=True)
     first = team.planner.prefix.views[0].segment
     assert record.bytes_copied == sum(t.packed.nbytes for kv in first.layers for t in (kv.keys, kv.values))

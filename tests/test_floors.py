@@ -51,6 +51,7 @@ FLOORS = {
     "guard": 2.5,
     "allocate": 2.6,
     "packing": 2.7,
+    "figures": 2.8,
     "manager": 3,
     "attention": 3,
     "package": 3,

@@ -35,7 +35,7 @@ from mlx_qkvshare.spec import PRESETS, StateSpec
 
 KINDS = {"full": {"layers": 4}, "sliding": {"layers": 4, **SLIDING}, "recurrent": RECURRENT}
 SHAPES = [(1, 400, 16), (2, 100, 40), (4, 64, 16)]  # agents, shared tokens, private tokens
-LIVE_TOLERANCE, PEAK_SHARE = 0.03, 2 / 3
+LIVE_TOLERANCE, PEAK_SHARE = 0.03, 0.55
 
 
 def outlined(**overrides) -> tuple[Outline, LoadedModel]:

@@ -1,10 +1,12 @@
 """Domains: what a session may not read it never attends; guesses tell nothing; what was revoked stays away."""
 
 import copy
+import dataclasses
 import json
 import shutil
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import mlx.core as mx
@@ -25,15 +27,20 @@ from mlx_qkvshare import (
     AuditLog,
     CardStore,
     HandoffCoordinator,
+    QuantSpec,
     SharedKVCacheManager,
     SpillStore,
     private,
     restore,
 )
+from mlx_qkvshare.card import decode
 from mlx_qkvshare.errors import (
     AccessError,
     AuditError,
     BudgetExceededError,
+    CardError,
+    CardFormatError,
+    CardWriteError,
     HandoffError,
     InvalidValueError,
     RevokedError,
@@ -327,7 +334,7 @@ def figures(owner_access, guesser_access, guess, tmp_path=None):
     guesser.prefill(guess)
     seen = [guesser.last_prefill]
     guesser.seal()
-    seen.append(manager.stats())
+    seen += [manager.stats(), manager.stats(guesser_access)]
     twin = session("g", manager, guesser_access)
     twin.prefill(guess)
     seen += [twin.last_prefill, manager.stats()]
@@ -610,6 +617,172 @@ def test_a_seal_behind_what_is_revoked_meanwhile_is_refused():
         manager.revoke(slot.slot)
 
 
+def sealed(manager, name="a", *prompts):
+    agent = session(name, manager)
+    for prompt in prompts or (ids(1),):
+        agent.prefill(prompt)
+        agent.seal()
+    return agent
+
+
+def until_revoked(manager, segment, **options):
+    """Revoke from another thread, and wait until nothing of it stands in memory; the thread waits for the disk."""
+    thread = threading.Thread(target=manager.revoke, args=(segment,), kwargs=options)
+    thread.start()
+    while any(it.keys & segment.keys for it in manager.segments()):
+        time.sleep(0.001)
+    return thread
+
+
+def test_what_was_evicted_can_still_be_revoked(tmp_path):
+    spill = SpillStore(tmp_path, 10**8)
+    manager = manager_of(spill=spill)
+    agent = sealed(manager)
+    segment = agent.prefix.views[0].segment
+    agent.close()
+    manager.evict_unreferenced()
+    receipt = manager.revoke(segment)
+    assert (receipt.slots, receipt.seals, receipt.num_tokens, spill.used_bytes) == ((), segment.seals, 0, 0)
+    assert sealed(manager).last_prefill.reused_tokens == 0
+
+
+def test_what_came_back_under_another_slot_is_revoked(tmp_path):
+    manager = manager_of(spill=SpillStore(tmp_path, 10**8))
+    agent = sealed(manager)
+    segment = agent.prefix.views[0].segment
+    agent.close()
+    manager.evict_unreferenced()
+    again = sealed(manager)
+    assert again.last_prefill.reused_tokens == 24
+    manager.revoke(segment)
+    with pytest.raises(RevokedError):
+        again.generate_token()
+    manager.check_integrity(checksums=True)
+
+
+def test_a_store_that_fails_keeps_no_other_from_being_told_and_is_told_again(tmp_path):
+    class Failing(CardStore):
+        def revoke(self, keys):
+            if is_failing:
+                raise CardWriteError("disk")
+            return super().revoke(keys)
+
+    is_failing, cards, spill = True, Failing(tmp_path / "cards"), SpillStore(tmp_path / "spill", 10**8)
+    manager = manager_of(spill=spill, audit=AuditLog(tmp_path / "log"))
+    agent = sealed(manager)
+    manager.save_card(cards, "c", agent)
+    segment = agent.prefix.views[0].segment
+    further = agent.fork("b")
+    further.prefill(ids(2, 60))
+    further.seal()
+    further.close()
+    manager.evict_unreferenced()
+    with pytest.raises(CardWriteError, match="disk"):
+        manager.revoke(segment.slot, stores=[cards])
+    assert spill.names() == [] and cards.names() == ["c"]
+    is_failing = False
+    assert manager.revoke(segment, stores=[cards]).cards == ("c",)
+    events = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert [event["num_failed_stores"] for event in events if event["event"] == "revocation"] == [1, 0]
+
+
+def test_a_store_that_cannot_refuse_says_so_and_gives_nothing(tmp_path):
+    cards, manager = CardStore(tmp_path), manager_of()
+    agent = sealed(manager)
+    manager.save_card(cards, "c", agent)
+    (tmp_path / "revoked").write_text("")
+    with pytest.raises(CardWriteError, match="not revoked here"):
+        manager.revoke(agent.prefix.views[0].segment.slot, stores=[cards])
+    with pytest.raises(CardError, match="revoked"):
+        cards.load(manager_of(), "c")
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_revoked_bytes_that_no_card_names_leave_the_disk(tmp_path, is_known):
+    cards, manager = CardStore(tmp_path), manager_of()
+    agent = sealed(manager)
+    manager.save_card(cards, "c", agent)
+    cards.rm("c")
+    (path,) = (tmp_path / "segments").iterdir()
+    (tmp_path / "segments" / f".{path.stem}.x.safetensors").write_bytes(b"half")
+    if not is_known:
+        (tmp_path / "cards" / f"{'0' * 32}.json").write_text('{"format": 99, "card": {}}')
+    receipt = manager.revoke(agent.prefix.views[0].segment.slot, stores=[cards])
+    assert list((tmp_path / "segments").iterdir()) == ([] if is_known else [path])  # it may be a newer card's
+    assert receipt.disk_bytes > receipt.nbytes if is_known else receipt.disk_bytes == 4
+
+
+def test_an_empty_slot_is_not_revoked():
+    manager = make_manager()
+    slot = manager.allocate_shared_slot(5)
+    with pytest.raises(InvalidValueError, match="empty slot"):
+        manager.revoke(slot.slot)
+    manager.free_slot(slot)
+    manager.check_integrity()
+
+
+def test_a_card_that_is_revoked_while_it_is_loaded_does_not_stand_after(tmp_path, monkeypatch):
+    cards, manager, threads = CardStore(tmp_path), manager_of(), []
+    agent = sealed(manager)
+    manager.save_card(cards, "c", agent)
+    agent.close()
+    manager.evict_unreferenced()
+    read = cards._read_layers
+
+    def meanwhile(*args):  # another says the same, and that is revoked
+        segment = sealed(manager, "b").prefix.views[0].segment
+        threads.append(until_revoked(manager, segment, stores=[cards]))
+        return read(*args)
+
+    monkeypatch.setattr(cards, "_read_layers", meanwhile)
+    with pytest.raises(RevokedError):
+        cards.load(manager, "c")
+    threads[0].join()
+    assert manager.segments() == () and cards.names() == []
+    manager.check_integrity()
+
+
+def test_what_is_revoked_while_it_comes_back_from_disk_is_no_error_of_who_looked(tmp_path, monkeypatch):
+    spill, threads = SpillStore(tmp_path, 10**8), []
+    manager = manager_of(spill=spill)
+    agent = sealed(manager, "a", ids(1, 60))
+    further = agent.fork("b")
+    further.prefill(ids(2, 20))
+    further.seal()
+    further.close()
+    manager.evict_unreferenced()
+    read, segment = spill._read_layers, agent.prefix.views[0].segment
+
+    def meanwhile(*args):
+        threads.append(until_revoked(manager, segment))
+        return read(*args)
+
+    monkeypatch.setattr(spill, "_read_layers", meanwhile)
+    looking = session("c", manager)
+    looking.prefill(ids(1, 60) + ids(2, 20))
+    threads[0].join()
+    assert looking.last_prefill.reused_tokens == 0 and spill.used_bytes == 0
+    looking.seal()
+    manager.check_integrity(checksums=True)
+
+
+def test_what_another_process_revokes_meanwhile_is_not_written(tmp_path, monkeypatch):
+    spills = [SpillStore(tmp_path, 10**8) for _ in range(2)]
+    ours, theirs = (manager_of(spill=spill) for spill in spills)
+    agent, other = sealed(ours), sealed(theirs)
+    segment = other.prefix.views[0].segment
+    agent.close()
+    locked = spills[0]._alone_if_can
+
+    def meanwhile():
+        theirs.revoke(segment)
+        return locked()
+
+    monkeypatch.setattr(spills[0], "_alone_if_can", meanwhile)
+    ours.evict_unreferenced()
+    assert (ours.stats().num_evictions, ours.stats().num_spilled, spills[0].used_bytes) == (1, 0, 0)
+
+
 # --- the audit log ------------------------------------------------------------------------------------
 
 
@@ -642,6 +815,231 @@ def test_the_log_has_handoffs_refusals_and_revocations_and_no_text(tmp_path):
 def test_a_log_that_cannot_be_written_says_so(tmp_path):
     with pytest.raises(AuditError, match="missing"):
         AuditLog(tmp_path / "missing" / "audit.jsonl")
+
+
+# --- labels of a tail that was written elsewhere before ------------------------------------------------
+
+
+@pytest.fixture
+def telling():
+    """An agent of the team whose tail has tokens that were private before."""
+    a = session("a", manager_of(), Access("team", frozenset({private("a")})))
+    a.prefill(ids(1))
+    a.seal()
+    a.sync(ids(1) + ids(2), domains={private("a")})
+    return a
+
+
+def test_an_interrupt_in_a_rewind_does_not_widen_who_may_read(telling):
+    class Interrupting(list):
+        def clear(self):
+            raise KeyboardInterrupt
+
+    telling._tail_ids = Interrupting(telling._tail_ids)
+    with pytest.raises(KeyboardInterrupt):
+        telling.rewind(30)
+    telling._tail_ids = list(telling._tail_ids)
+    telling.seal()
+    assert telling.token_ids == ids(1) + ids(2)
+    assert telling.prefix.views[-1].segment.own_domains == {"team", private("a")}
+
+
+def test_a_copy_of_the_caches_keeps_the_domains_of_its_tail(telling):
+    twin = copy.deepcopy(telling.caches)
+    prefix = twin[0].prefix
+    telling.manager.seal(prefix, twin, ids(2))
+    assert prefix.views[-1].segment.own_domains == {"team", private("a")}
+    assert telling.seal() == 24 and telling.prefix.views[-1].segment.own_domains == {"team", private("a")}
+
+
+def test_domains_go_with_the_tokens_that_had_them(telling):
+    telling.rewind(24)
+    telling.prefill(ids(3))
+    telling.seal()
+    assert telling.prefix.views[-1].segment.own_domains == {"team"}
+    telling.write_in(private("a"))
+    telling.prefill(ids(4))
+    telling.write_in("team")
+    telling.rewind(10)
+    telling.prefill(ids(5))
+    telling.seal()
+    assert telling.prefix.views[-1].segment.own_domains == {"team"}
+
+
+def test_the_log_names_the_sender_of_what_was_redacted(team, tmp_path):
+    manager, a, b = team
+    manager.audit = AuditLog(tmp_path / "log")
+    with a.handing_over(keep=True) as package:
+        pass
+    HandoffCoordinator(manager).request_handoff(a, b, redact=True, keep_sender=True)
+    assert json.loads((tmp_path / "log").read_text())["sender_id"] == package.sender_id
+    assert list(manager.last_sequence) == [package.sender_id]
+
+
+def test_what_was_redacted_is_what_did_not_go_over():
+    manager = manager_of()
+    a = session("a", manager, Access("team", frozenset({private("a")})))
+    a.say("what all may know")
+    a.write_in(private("a"))
+    a.say("the word is xylophone")
+    a.write_in("team")
+    a.say("go on then")
+    total, b = a.num_tokens, session("b", manager)
+    record = HandoffCoordinator(manager).request_handoff(a, b, redact=True)
+    assert record.redacted_tokens == total - b.num_tokens > 0
+
+
+def test_a_handoff_that_cannot_be_noted_has_been_done(tmp_path):
+    manager = manager_of(audit=AuditLog(tmp_path / "log"))
+    a, b = sealed(manager), session("b", manager)
+    manager.audit.path = tmp_path
+    coordinator = HandoffCoordinator(manager)
+    with pytest.raises(AuditError):
+        coordinator.request_handoff(a, b)
+    assert (a.num_tokens, b.num_tokens, len(coordinator.records)) == (0, 24, 1)
+
+
+def test_the_log_has_who_asked_for_a_revoked_card(tmp_path):
+    cards, manager = CardStore(tmp_path / "cards"), manager_of(audit=AuditLog(tmp_path / "log"))
+    agent = sealed(manager)
+    manager.save_card(cards, "c", agent)
+    shutil.copytree(tmp_path / "cards" / "cards", tmp_path / "copy")
+    manager.revoke(agent.prefix.views[0].segment.slot, stores=[cards])
+    shutil.copytree(tmp_path / "copy", tmp_path / "cards" / "cards", dirs_exist_ok=True)
+    with pytest.raises(RevokedError):
+        restore(session("b", manager), cards, "c")
+    last = json.loads((tmp_path / "log").read_text().splitlines()[-1])
+    assert (last["event"], last["receiver"]) == ("refusal", "b")
+
+
+def test_a_card_whose_domains_shrink_is_none(team, tmp_path):
+    manager, a, _ = team
+    card = manager.save_card(CardStore(tmp_path), "c", a)
+    wider = dataclasses.replace(card.segments[-1], domains=card.segments[-1].own_domains)
+    assert decode(card.encoded(), "c") == card
+    with pytest.raises(CardFormatError, match="domains"):
+        decode(dataclasses.replace(card, segments=(*card.segments[:-1], wider)).encoded(), "c")
+
+
+def test_a_holder_that_is_refused_is_none(team):
+    manager, a, b = team
+    a.seal()
+    before = manager.stats().num_holders
+    with pytest.raises(AccessError) as kept:  # with its traceback, so that nothing is collected
+        manager.get_shared_kv_cache(a.package_state().slots, access=b.access)
+    assert kept.value.__traceback__ and manager.stats().num_holders == before
+    with pytest.raises(AccessError):
+        manager._set_views(b.prefix.holding, a.prefix.views)
+    assert b.num_tokens == 0
+    manager.check_integrity()
+
+
+def test_the_log_has_every_way_from_agent_to_agent(tmp_path):
+    cards, manager = CardStore(tmp_path / "cards"), manager_of(audit=AuditLog(tmp_path / "log"))
+    a = sealed(manager)
+    a.fork("b")
+    session("c", manager).receive_state(a.package_state())
+    manager.save_card(cards, "card", a)
+    restore(session("d", manager), cards, "card")
+    events = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    found = [(event["event"], event["sender"], event["receiver"], event["num_tokens"]) for event in events]
+    assert found == [("fork", "a", "b", 24), ("received", "a", "c", 24), ("restored", "a", "d", 24)]
+
+
+def test_b75_the_guards_figures_do_not_tell_what_another_said():
+    manager = SharedKVCacheManager(T.spec, QuantSpec(4, 4, 32))
+    agent = session("a", manager, PRIVATE)
+    agent.prefill(SECRET)
+    agent.seal()
+    assert manager.stats().worst_attention_error > 0
+    for access in (Access("y"), Access("team"), Access("public", frozenset())):
+        assert manager.stats(access) == SharedKVCacheManager(T.spec, QuantSpec(4, 4, 32)).stats(access)
+
+
+def test_b75_a_guess_in_public_does_not_tell_what_another_said():
+    def after(said):
+        manager = manager_of()
+        guesser = session("g", manager, Access("public", frozenset()))
+        guesser.prefill(SECRET)
+        guesser.seal()
+        owner = session("a", manager, PRIVATE)
+        owner.prefill(said)
+        assert owner.last_prefill.reused_tokens == (len(SECRET) if said == SECRET else len(SECRET) - 1)
+        return manager.stats(guesser.access)
+
+    assert after(SECRET) == after([*SECRET[:-1], 5])
+
+
+def test_figures_for_one_access_balance_and_add_up():
+    manager = manager_of()
+    a, b = session("a", manager, PRIVATE), session("b", manager)
+    for agent, seed in ((a, 1), (b, 2)):
+        agent.prefill(ids(seed))
+        agent.seal()
+        agent.prefill(ids(seed + 2))
+    parts = [manager.stats(access) for access in (Access(private("a"), frozenset()), Access("team", frozenset()))]
+    whole = manager.stats()
+    for part in parts:
+        assert part.used_bytes + part.free_bytes == part.budget_bytes
+        assert part.used_bytes == part.evictable_bytes + part.protected_bytes
+        assert (part.num_segments, part.num_holders, part.num_misses) == (1, 1, 1)
+    for name in ("used_bytes", "private_bytes", "num_segments", "num_holders", "num_misses"):
+        assert sum(getattr(part, name) for part in parts) == getattr(whole, name)
+
+
+def test_what_was_private_does_not_become_what_the_team_said_alike(telling):
+    others = session("b", telling.manager)
+    others.prefill(ids(1) + ids(2))
+    others.seal()
+    reused = telling.manager.stats().reused_tokens
+    telling.seal()
+    assert telling.prefix.views[-1].segment.own_domains == {"team", private("a")}
+    assert telling.manager.stats().reused_tokens == reused
+
+
+def test_behind_what_only_a_handoff_gives_its_own_is_found():
+    manager = manager_of()
+    package = sealed(manager, "b").package_state()
+    for expected in (0, 24):
+        agent = session("a", manager, PRIVATE)
+        agent.receive_state(package)
+        agent.prefill(ids(2))
+        agent.seal()
+        assert manager.stats().reused_tokens == expected
+    assert not Access("x", frozenset()).may_find({"x"}, {"x", "team"})
+
+
+def test_redaction_says_nothing_twice():
+    manager = manager_of()
+    a = session("a", manager, Access("team", frozenset({private("a")})))
+    a.prefill(ids(1))
+    a.say("marimba")  # in one segment with the tokens before it
+    a.write_in(private("a"))
+    a.say("xylophone")
+    b = session("b", manager)
+    HandoffCoordinator(manager).request_handoff(a, b, redact=True)
+    assert b.token_ids[:24] == ids(1) and T.tokenizer.decode(b.token_ids).count("marimba") == 1
+
+
+def test_what_was_private_is_not_looked_for_among_what_the_team_said():
+    manager = manager_of()
+    sealed(manager, "b")
+    a = session("a", manager, Access("team", frozenset({private("a")})))
+    assert a.sync(ids(1), domains={private("a")}).reused_tokens == 0
+    a.seal()
+    assert a.prefix.views[-1].segment.own_domains == {"team", private("a")}
+
+
+@pytest.mark.parametrize("kind", [KINDS["window"], RECURRENT])
+def test_what_a_sync_computes_again_stays_what_it_was(kind):
+    model = tiny_loaded(**kind)
+    a = AgentSession("a", model, manager_of(model), access=Access("team", frozenset({private("a")})))
+    a.write_in(private("a"))
+    a.prefill(ids(1))
+    a.write_in("team")
+    a.sync([*ids(1)[:-3], 7, 8])  # where such a layer cannot be cut
+    a.seal()
+    assert a.prefix.views[-1].segment.own_domains == {"team", private("a")}
 
 
 # --- every path ---------------------------------------------------------------------------------------

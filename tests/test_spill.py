@@ -10,6 +10,7 @@ from core_helpers import store as store_rows
 from tiny import RECURRENT, SLIDING, tiny_loaded
 
 from mlx_qkvshare import AgentSession, CardStore, SharedKVCacheManager, SpillStore
+from mlx_qkvshare.archive import export_card, import_card
 from mlx_qkvshare.errors import CardError, InvalidValueError
 
 T = tiny_loaded()
@@ -356,3 +357,92 @@ def test_named_cards_and_what_is_spilled_do_not_mix(tmp_path):
         manager.save_card(cards, "c", agent)
     manager.evict_unreferenced()
     assert cards.names() == ["c"] and spill.names() != ["c"]
+
+
+def spilling(folder, max_bytes=LARGE):
+    manager = make_manager()
+    manager.spill = SpillStore(folder, max_bytes)
+    return manager, manager.spill
+
+
+def test_b52_two_who_write_at_once_beside_a_reader_keep_the_cap(tmp_path, monkeypatch):
+    cap = 3 * one_size(tmp_path) // 2
+    (one, spill), (two, _) = (spilling(tmp_path / "spill", cap) for _ in range(2))
+    write, threads = spill._write_segments, [threading.Thread(target=list, args=(chains(two, [2]),))]
+
+    def meanwhile(files):
+        threads[0].start()
+        threads[0].join(0.2)
+        write(files)
+
+    monkeypatch.setattr(spill, "_write_segments", meanwhile)
+    with SpillStore(tmp_path / "spill", cap)._locked():  # so that nobody is alone
+        list(chains(one, [1]))
+    threads[0].join(60)
+    assert not threads[0].is_alive() and 0 < spill.used_bytes <= cap
+
+
+def test_b52_what_is_damaged_counts_as_missing(tmp_path):
+    manager, spill = spilling(tmp_path)
+    list(chains(manager, [1]))
+    cap = spill.used_bytes
+    (path,) = (tmp_path / "segments").iterdir()
+    path.write_bytes(b"")
+    list(chains(manager, [2], num_tokens=100))
+    spill.max_bytes = cap
+    list(chains(manager, [1]))
+    assert manager.stats().num_spilled == 3 and spill.used_bytes <= cap
+
+
+@pytest.mark.parametrize("length", [150, 200])
+def test_what_others_left_half_way_comes_back_whole(tmp_path, length):
+    manager, _ = spilling(tmp_path)
+    root = store_rows(manager, range(200))
+    branch = root.fork()
+    branch.truncate(10)
+    store_rows(manager, range(1000, 1200), branch, seed=4)
+    for prefix in (root, branch):
+        prefix.release()
+    manager.evict_unreferenced()
+    assert manager.match_prefix(range(length)).num_tokens == length
+    assert manager.match_prefix([*range(10), *range(1000, 1200), 7]).num_tokens == 210
+    manager.check_integrity(checksums=True)
+
+
+def test_what_no_prompt_can_begin_like_takes_no_room(tmp_path):
+    cards, (manager, spill) = CardStore(tmp_path / "cards"), (manager_of(None), SpillStore(tmp_path / "spill", LARGE))
+    with AgentSession("a", T, manager) as agent:
+        agent.prefill(ids(1))
+        manager.save_card(cards, "c", agent, keep_tokens=False)
+    other = manager_of(spill)
+    other.load_card(cards, "c").prefix.release()
+    other.evict_unreferenced()
+    assert (other.stats().num_evictions, other.stats().num_spilled, spill.used_bytes) == (1, 0, 0)
+
+
+def test_cards_are_read_once_and_files_of_others_are_left(tmp_path, monkeypatch):
+    manager, spill = spilling(tmp_path)
+    list(chains(manager, range(1, 6)))
+    reads, read = [], spill._read_card
+    monkeypatch.setattr(spill, "_read_card", lambda path: reads.append(path) or read(path))
+    for _ in range(3):
+        assert manager.match_prefix([5, 6]).num_tokens == 0
+    assert len(reads) <= 1  # the last one was not there when cards were read for it
+    for name in (f"{'0' * 32}.txt", f".{'0' * 32}.x.txt", "0.json", ".lock"):
+        (tmp_path / "cards" / name).write_text("x" * 100)
+    used = spill.used_bytes
+    (tmp_path / "cards" / f".{'0' * 32}.x.json").write_text("x" * 100)
+    assert spill.used_bytes == used + 100
+
+
+def test_no_card_of_a_users_is_kept_under_a_cap(tmp_path):
+    cards, spill = CardStore(tmp_path / "cards"), SpillStore(tmp_path / "spill", LARGE)
+    manager = manager_of(spill)
+    with AgentSession("a", T, manager) as agent:
+        agent.prefill(ids(1))
+        manager.save_card(cards, "c", agent)
+        export_card(cards, "c", tmp_path / "c.zip")
+        for keep in (lambda: manager.save_card(spill, "c", agent), lambda: import_card(spill, tmp_path / "c.zip")):
+            with pytest.raises(CardError, match="SpillStore"):
+                keep()
+    assert spill.used_bytes == 0

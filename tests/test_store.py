@@ -663,8 +663,8 @@ def test_b54_swapped_missing_and_foreign_files_are_seen(small, tmp_path):
         (tmp_path / "weights.safetensors").read_bytes(),
         pickle.dumps(_Marks(str(marker))),
         b"[" * 100_000,
-        b'{"card":{"a":' + b"[" * 900 + b"]" * 900 + b'},"digest":"","format":1}',
-        b'{"card": {}, "format": 1}',
+        b'{"card":{"a":' + b"[" * 900 + b"]" * 900 + b'},"digest":"","format":2}',
+        b'{"card": {}, "format": 2}',
         b'{"__class__": "os"}',
         b"\xff" * 64,
         os.urandom(4096),
@@ -693,17 +693,17 @@ class _Marks:
         return (open, (self.path, "w"))
 
 
-@pytest.mark.parametrize("version", [0, 999, None, "1.x", "1", True, 1.0])
+@pytest.mark.parametrize("version", [0, 1, 999, None, "1.x", "2", True, 2.0])
 def test_b50_another_format_is_named(small, version):
     file = card_file(small)
     plain = json.loads(file.read_bytes())
     plain["format"] = version
-    with damaged(file, json.dumps(plain).encode()), pytest.raises(CardFormatError, match=r"found .*readable are \[1\]"):
+    with damaged(file, json.dumps(plain).encode()), pytest.raises(CardFormatError, match=r"found .*readable are \[2\]"):
         small.inspect("card")
     del plain["format"]
     with (
         damaged(file, json.dumps(plain).encode()),
-        pytest.raises(CardFormatError, match=r"format: .*readable are \[1\]"),
+        pytest.raises(CardFormatError, match=r"format: .*readable are \[2\]"),
     ):
         small.inspect("card")
 

@@ -37,28 +37,43 @@ class Recording:
 
 
 RECORDINGS = {
-    "demo": Recording(["demo"]),
-    "chat": Recording(
-        ["chat", "--team", "plan-write-review", *SAMPLED],
-        [
-            "/file cli/data/garden_handbook.txt",
-            "What should a leaflet for new gardeners say about compost?",
-            "/to writer",
-            "Write two sentences for the leaflet.",
-            "/fork bold",
-            "Now write them as one slogan.",
-            "/to writer",
-            "/agents",
-            "/all What is missing?",
-            "/rewind",
-            "/stats",
-            "/save leaflet",
-            "/context",
-            "/quit",
-        ],
-    ),
-    "run": Recording([*("run", "Is a school garden worth the work?", "--team", "debate"), *SAMPLED]),
-    "doctor": Recording(["doctor"]),
+    "demo": [Recording(["demo"])],
+    "chat": [
+        Recording(
+            ["chat", "--team", "plan-write-review", *SAMPLED],
+            [
+                "/file cli/data/garden_handbook.txt",
+                "What should a leaflet for new gardeners say about compost?",
+                "/to writer",
+                "Write two sentences for the leaflet.",
+                "/fork bold",
+                "Now write them as one slogan.",
+                "/to writer",
+                "/agents",
+                "/all What is missing?",
+                "/rewind",
+                "/stats",
+                "/save leaflet",
+                "/context",
+                "/quit",
+            ],
+        )
+    ],
+    "run": [Recording([*("run", "Is a school garden worth the work?", "--team", "debate"), *SAMPLED])],
+    "plan": [Recording(["plan", "--agents", "8", "--shared", "4096", "--private", "256"])],
+    "doctor": [Recording(["doctor"])],
+    "cards": [
+        Recording(["run", "Name two plants for a shady corner.", *SAMPLED, "--save", "shade"]),
+        Recording(["cards", "list"]),
+        Recording(["cards", "inspect", "shade"]),
+        Recording(["cards", "export", "shade", "~/shade.zip"]),
+        Recording(["cards", "rm", "shade"]),
+        Recording(["cards", "gc"]),
+        Recording(["cards", "import", "~/shade.zip", "--as", "plants"]),
+        Recording(["cards", "verify"]),
+        Recording(["chat", *SAMPLED, "--resume", "plants"], ["Which of them needs less water?", "/quit"]),
+    ],
+    "bench-all": [Recording(["bench", "all", "--out", "~/bench"])],
 }
 
 
@@ -81,7 +96,8 @@ def a_home_of_its_own():
 def record(recording: Recording, env: dict[str, str]) -> str:
     """Everything that was to be seen, the command included. Raises `SystemExit` if it did not end with 0."""
     os.chdir(ROOT)
-    with contextlib.closing(Screen([*MAIN, *recording.arguments], columns=COLUMNS, env=env)) as screen:
+    arguments = [it.replace("~", env["HOME"]) for it in recording.arguments]
+    with contextlib.closing(Screen([*MAIN, *arguments], columns=COLUMNS, env=env)) as screen:
         for line in recording.lines:
             screen.wait_for(PROMPT, SECONDS)
             screen.type(line + "\n")
@@ -96,16 +112,16 @@ def record(recording: Recording, env: dict[str, str]) -> str:
 def main(arguments: list[str]) -> None:
     if "--" in arguments:
         name, _, *command = arguments
-        chosen = {name: Recording(command)}
+        chosen = {name: [Recording(command)]}
     elif unknown := set(arguments) - set(RECORDINGS):
         raise SystemExit(f"expected names of {', '.join(RECORDINGS)}; got {', '.join(sorted(unknown))}")
     else:
         chosen = {name: RECORDINGS[name] for name in arguments or RECORDINGS}
     FOLDER.mkdir(parents=True, exist_ok=True)
     with a_home_of_its_own() as env:
-        for name, recording in chosen.items():
+        for name, recordings in chosen.items():
             path = FOLDER / f"{name}.txt"
-            path.write_text(record(recording, env), encoding="utf-8")
+            path.write_text("".join(record(it, env) for it in recordings), encoding="utf-8")
             print(path.relative_to(ROOT))
 
 

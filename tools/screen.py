@@ -34,6 +34,7 @@ class Screen:
         env: Mapping[str, str] | None = None,
         stdout: int | None = None,
     ):
+        inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
         self._fd, child = pty.openpty()
         self._is_open, self.raw, self._start = True, "", 0
         self._pending = b""
@@ -47,7 +48,7 @@ class Screen:
             stderr=child,
             preexec_fn=_take_terminal,
             start_new_session=True,
-            env=os.environ | {"TERM": "xterm-256color"} | dict(env or {}),
+            env=inherited | {"TERM": "xterm-256color"} | dict(env or {}),
         )
 
     @property
