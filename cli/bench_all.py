@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from .. import QuantSpec
 from ..bench_all import Bench, Headline, Sizes, headlines, suite
-from ..bench_compare import BYTES_LIMIT, FORMAT, NOISE, Comparison, compare, read_results, worst_first
+from ..bench_compare import BYTES_LIMIT, FORMAT, NOISE, PEAK_LIMIT, Change, Comparison, compare, read_results
 from ..errors import InvalidValueError, QKVShareError
 from ..folders import written_whole
 from ..measure import report
@@ -161,24 +161,49 @@ def _advantage(it: Headline) -> str:
 
 
 def _print_comparison(terminal: Terminal, found: Comparison, noise: float) -> None:
-    table = make_table(terminal, "ours, against before", "old", "new", "ratio", "")
-    units = {"bytes": format_bytes, "time": format_seconds, "rate": _UNITS["tokens/s"], "kl": _UNITS["nats"]}
-    for it in worst_first(found.changes):
-        show = units.get(it.kind, lambda share: f"{share:.3f}")
-        if it.name.partition(".")[0].endswith("milliseconds"):
-            show = lambda value: format_seconds(value / 1e3)  # noqa: E731
-        cells = (show(it.old), show(it.new), f"{it.ratio:.3f}", it.verdict)
-        table.add_row(f"{it.place}: {it.name}", *cells)
+    table = make_table(terminal, "ours, against before", "old", "new", "ratio", "beside\nmlx-lm", "")
+    last = ""
+    for it in found.changes:
+        if it.bench != last:
+            table.add_row(it.bench, "", "", "", "", "")
+            last = it.bench
+        beside = "" if it.slowdown is None else f"{it.slowdown:.2f}"
+        table.add_row(f"  {it.row}: {_short(it.name)}", *_values(it), f"{it.ratio:.3f}", beside, it.verdict)
     terminal.out.print(table)
-    drift = (
-        f"mlx-lm's own times: x {found.drift:.2f}; slower is a time of ours that grew by x {noise:g} beyond that."
-        if found.drift is not None
-        else "Times are of another machine: no time is called slower."
+    terminal.line(
+        "beside mlx-lm: how much slower a time became, by mlx-lm's own in the same bench.\n"
+        f"slower: a time that grew by x {noise:g}, by itself and beside mlx-lm.\n"
+        f"regression: bytes x {BYTES_LIMIT:g} (a peak x {PEAK_LIMIT:g}), or worse mean KL, top-1 or recall."
     )
-    terminal.line(f"{drift}\nA regression: bytes above x {BYTES_LIMIT:g}, or quality (mean KL, top-1, recall).")
+    if not found.drift:
+        terminal.line("The times before are another machine's: none is called slower.")
     for name in found.missing:
         terminal.line(f"no longer there: {name}")
+    for verdict in ("slower", "regression"):
+        named = [it for it in found.changes if it.verdict == verdict]
+        for it in named:
+            old, new = _values(it)
+            terminal.line(f"{verdict}: {it.bench}, {it.row}: {_short(it.name)} {old} -> {new}, x {it.ratio:.3f}")
     terminal.line(f"regressions: {len(found.regressions)}")
+
+
+def _short(name: str) -> str:
+    """A field's name without what its unit says."""
+    for word in ("ours_", "_bytes", "_milliseconds", "_seconds", "bytes_"):
+        name = name.replace(word, "")
+    return name.replace("_", " ").replace(".", " ")
+
+
+def _values(it: Change) -> tuple[str, str]:
+    unit: dict[str, Callable[[float], str]] = {
+        "bytes": format_bytes,
+        "time": format_seconds,
+        "rate": _UNITS["tokens/s"],
+        "kl": _UNITS["nats"],
+        "share": lambda share: f"{share:.3f}",
+    }
+    scale = 1e-3 if "milliseconds" in it.name else 1
+    return unit[it.kind](it.old * scale), unit[it.kind](it.new * scale)
 
 
 def _draw(terminal: Terminal, results: Mapping[str, Any], out: Path) -> None:

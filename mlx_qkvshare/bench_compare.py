@@ -15,8 +15,10 @@ from .errors import InvalidValueError
 FORMAT = 1
 BYTES_LIMIT = 1.01
 """Bytes are counted, not timed: any growth beyond this is a regression."""
+PEAK_LIMIT = 1.05
+"""Of peaks, which depend on how far MLX runs ahead of what it has computed: the same run gave 3 % more and less."""
 NOISE = 1.5
-"""A time that grew by more than this, beside mlx-lm's own in the same run, is called slower."""
+"""A time that grew by more than this, by itself and beside mlx-lm's own in the same bench, is called slower."""
 KL_LIMIT, KL_LEAST = 1.1, 1e-6
 """Mean KL may grow by this factor, or by so many nats."""
 SHARE_LIMIT = 0.01
@@ -24,14 +26,15 @@ SHARE_LIMIT = 0.01
 
 Kind = Literal["bytes", "time", "rate", "kl", "share"]
 
-_KEYS = {
-    "memory": ("agents", "shared_tokens", "private_tokens"),
-    "handoff": ("tokens", "turn_tokens"),
-    "decode": ("agents", "shared_tokens", "private_tokens"),
-    "prefill": ("tokens",),
-    "attention": ("kind", "bits", "sessions", "queries", "tokens"),
-    "restore": ("tokens", "turn_tokens"),
-    "fidelity": ("config",),
+# What tells the rows of a bench apart, and how one is called.
+_ROWS = {
+    "memory": (("agents", "shared_tokens", "private_tokens"), "{agents} agents"),
+    "handoff": (("tokens", "turn_tokens"), "{tokens} tokens"),
+    "decode": (("agents", "shared_tokens", "private_tokens"), "{agents} agents"),
+    "prefill": (("tokens",), "{tokens} tokens"),
+    "attention": (("kind", "bits", "sessions", "queries", "tokens"), "{bits} bits, {kind}, {queries} x {sessions}"),
+    "restore": (("tokens", "turn_tokens"), "{tokens} tokens"),
+    "fidelity": (("config",), "{config}"),
 }
 _MACHINE = ("system", "processor", "cores", "device", "chip")
 _STOCK_WORDS = ("stock", "hot", "deepcopy", "reprefill", "full_precision", "floor")
@@ -39,9 +42,11 @@ _STOCK_WORDS = ("stock", "hot", "deepcopy", "reprefill", "full_precision", "floo
 
 @dataclass(frozen=True)
 class Figure:
-    """One number of one row: `place` names bench and row, `is_ours` tells it from mlx-lm's."""
+    """One number of one row of a bench: `key` tells the row from others, `is_ours` the number from mlx-lm's."""
 
-    place: str
+    bench: str
+    key: tuple[Any, ...]
+    row: str
     name: str
     kind: Kind
     is_ours: bool
@@ -50,25 +55,28 @@ class Figure:
 
 @dataclass(frozen=True)
 class Change:
-    """A figure of ours in two sets of results. `ratio` is new / old. `verdict`: "" for as before, "regression" of bytes
-    or quality, "slower", or "better"."""
+    """A figure of ours in two sets of results. `ratio` is new / old. `slowdown`: of a time or rate, how much slower it
+    is, by how much mlx-lm became slower in the same bench; None where that is not known. `verdict`: "" for as before,
+    "regression" of bytes or quality, "slower", or "better"."""
 
-    place: str
+    bench: str
+    row: str
     name: str
     kind: Kind
     old: float
     new: float
     ratio: float
+    slowdown: float | None
     verdict: str
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """`drift` is the median ratio of mlx-lm's times, by which ours are judged; None where the machines differ or none
-    can be compared: then no time is called slower. `missing` are figures that are no longer there."""
+    """`drift` by bench is the median ratio of mlx-lm's times, by which ours are judged; nothing where the machines
+    differ: then no time is called slower. `missing` are figures that are no longer there."""
 
     changes: tuple[Change, ...]
-    drift: float | None
+    drift: Mapping[str, float]
     missing: tuple[str, ...]
 
     @property
@@ -84,7 +92,7 @@ def read_results(path: Path) -> dict[str, Any]:
             raise ValueError(f"bench {found['bench']!r}, format {found['format']!r}")
         for name, result in found["results"].items():
             for row in result["rows"]:
-                _place(name, row)
+                _key(name, row)
         return dict(found)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidValueError(f"[compare] {path}: expected results of `bench all`, got {error!r}") from error
@@ -100,32 +108,39 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], *, noise: float = NO
         raise InvalidValueError(f"[compare] noise: expected a factor of 1 or more, got {noise}")
     if old["model"] != new["model"]:
         raise InvalidValueError(f"[compare] model: expected results of {new['model']}, got those of {old['model']}")
-    before, after = ({(it.place, it.name): it for it in figures(side)} for side in (old, new))
+    before, after = ({(it.bench, it.key, it.name): it for it in figures(side)} for side in (old, new))
     pairs = [(before[key], it) for key, it in after.items() if key in before]
     is_same = all(old["machine"].get(name) == new["machine"].get(name) for name in _MACHINE)
-    times = [_slowdown(*pair) for pair in pairs if is_same and not pair[0].is_ours and pair[0].kind in ("time", "rate")]
-    drift = statistics.median(times) if times else None
+    drift = _drift(pairs) if is_same else {}
     changes = tuple(_change(*pair, drift, noise) for pair in pairs if pair[0].is_ours)
-    missing = tuple(
-        f"{place}: {name}" for (place, name), it in before.items() if it.is_ours and (place, name) not in after
-    )
-    return Comparison(changes, drift, missing)
+    missing = (it for key, it in before.items() if it.is_ours and key not in after)
+    return Comparison(changes, drift, tuple(f"{it.bench}, {it.row}: {it.name}" for it in missing))
+
+
+def _drift(pairs: Sequence[tuple[Figure, Figure]]) -> dict[str, float]:
+    """How much slower mlx-lm became in each bench, and over all (""), which stands in for a bench without it."""
+    found: dict[str, list[float]] = {}
+    for old, new in pairs:
+        if not old.is_ours and old.kind in ("time", "rate"):
+            for name in (old.bench, ""):
+                found.setdefault(name, []).append(_slowdown(old, new))
+    return {name: statistics.median(times) for name, times in found.items()}
 
 
 def figures(results: Mapping[str, Any]) -> Iterator[Figure]:
     """Every number that can get better or worse."""
     for bench, result in results["results"].items():
         for row in result["rows"]:
-            place = _place(bench, row)
+            key, title = _key(bench, row), _ROWS[bench][1].format(**row)
             for name, value in _flat(row):
                 kind = _kind(name)
                 if kind is not None and value is not None:
-                    is_ours = not any(word in name for word in _STOCK_WORDS) and "mlx-lm" not in place
-                    yield Figure(place, name, kind, is_ours, float(value))
+                    is_ours = not any(word in name for word in _STOCK_WORDS) and "mlx-lm" not in title
+                    yield Figure(bench, key, title, name, kind, is_ours, float(value))
 
 
-def _place(bench: str, row: Mapping[str, Any]) -> str:
-    return " ".join([bench, *(f"{name} {row[name]}" for name in _KEYS.get(bench, ()))])
+def _key(bench: str, row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in _ROWS[bench][0])
 
 
 def _flat(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -158,27 +173,23 @@ def _slowdown(old: Figure, new: Figure) -> float:
     return _ratio(old.value, new.value) if old.kind == "time" else _ratio(new.value, old.value)
 
 
-def _change(old: Figure, new: Figure, drift: float | None, noise: float) -> Change:
+def _change(old: Figure, new: Figure, drift: Mapping[str, float], noise: float) -> Change:
+    slowdown, verdict = None, ""
+    beside = drift.get(old.bench, drift.get(""))
+    if old.kind not in ("time", "rate"):
+        verdict = "regression" if _loss(old, new) > 0 else "better" if _loss(new, old) > 0 else ""
+    elif beside is not None:
+        alone = _slowdown(old, new)
+        slowdown = alone / beside
+        verdict = "slower" if min(alone, slowdown) > noise else "better" if max(alone, slowdown) < 1 / noise else ""
     ratio = _ratio(old.value, new.value)
-    if old.kind in ("time", "rate"):
-        slowdown = None if drift is None else _slowdown(old, new) / drift
-        verdict = "" if slowdown is None else "slower" if slowdown > noise else "better" if slowdown < 1 / noise else ""
-    else:
-        loss = _loss(old, new)
-        verdict = "regression" if loss > 0 else "better" if _loss(new, old) > 0 else ""
-    return Change(new.place, new.name, new.kind, old.value, new.value, ratio, verdict)
+    return Change(new.bench, new.row, new.name, new.kind, old.value, new.value, ratio, slowdown, verdict)
 
 
 def _loss(old: Figure, new: Figure) -> float:
     """Above 0 if `new` is beyond what is allowed."""
     if old.kind == "bytes":
-        return new.value - old.value * BYTES_LIMIT
+        return new.value - old.value * (PEAK_LIMIT if "peak" in old.name else BYTES_LIMIT)
     if old.kind == "kl":
         return new.value - max(old.value * KL_LIMIT, old.value + KL_LEAST)
     return old.value - new.value - SHARE_LIMIT
-
-
-def worst_first(changes: Sequence[Change]) -> list[Change]:
-    """Regressions, then what is slower, then all else; each in the order of the results."""
-    order = {"regression": 0, "slower": 1}
-    return sorted(changes, key=lambda it: order.get(it.verdict, 2))

@@ -211,7 +211,7 @@ def make_figure(plot: Plot, theme: Theme) -> Any:
     """matplotlib's figure of `plot`."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=_SIZE, facecolor=theme.page, layout="constrained")
+    figure: Any = Figure(figsize=_SIZE, facecolor=theme.page, layout="constrained")
     axes = figure.subplots()
     for index, series in enumerate(plot.series):
         _draw_series(axes, series, theme, index)

@@ -15,7 +15,7 @@ from tiny import SLIDING
 from mlx_qkvshare import bench_all as bench_all_module
 from mlx_qkvshare import plots
 from mlx_qkvshare.bench_all import SUITE, headlines, suite
-from mlx_qkvshare.bench_compare import BYTES_LIMIT, KL_LIMIT, SHARE_LIMIT, compare, figures, read_results
+from mlx_qkvshare.bench_compare import BYTES_LIMIT, KL_LIMIT, PEAK_LIMIT, SHARE_LIMIT, compare, figures, read_results
 from mlx_qkvshare.cli import bench_all as command
 from mlx_qkvshare.errors import InvalidValueError
 
@@ -143,7 +143,7 @@ def verdicts(old: dict[str, Any], new: dict[str, Any], **options: float) -> dict
 
 def test_results_against_themselves_are_as_before(results):
     found = compare(results, copy.deepcopy(results))
-    assert found.drift == 1.0 and found.missing == ()
+    assert set(found.drift.values()) == {1.0} and found.missing == ()
     assert {(it.ratio, it.verdict) for it in found.changes} == {(1.0, "")}
     names = {it.name for it in found.changes}
     assert {"ours_bytes", "bytes_copied", "ours_peak_bytes", "card_bytes", "kl_mean", "recall"} <= names
@@ -152,11 +152,17 @@ def test_results_against_themselves_are_as_before(results):
 
 
 @pytest.mark.parametrize(
-    ("bench", "name"), [("memory", "ours_bytes"), ("prefill", "ours_peak_bytes"), ("restore", "card_bytes")]
+    ("bench", "name", "limit"),
+    [
+        ("memory", "ours_bytes", BYTES_LIMIT),
+        ("restore", "card_bytes", BYTES_LIMIT),
+        ("decode", "kv_bytes_read_per_step", BYTES_LIMIT),
+        ("prefill", "ours_peak_bytes", PEAK_LIMIT),
+    ],
 )
-def test_bytes_may_not_grow(results, bench, name):
-    assert verdicts(results, changed(results, bench, name, BYTES_LIMIT)) == {}
-    assert verdicts(results, changed(results, bench, name, BYTES_LIMIT + 0.001)) == {name: "regression"}
+def test_bytes_may_not_grow(results, bench, name, limit):
+    assert verdicts(results, changed(results, bench, name, limit)) == {}
+    assert verdicts(results, changed(results, bench, name, limit + 0.001)) == {name: "regression"}
     assert verdicts(results, changed(results, bench, name, 0.9)) == {name: "better"}
 
 
@@ -164,7 +170,11 @@ def test_a_first_copied_byte_is_a_regression(results):
     new = copy.deepcopy(results)
     new["results"]["handoff"]["rows"][0]["bytes_copied"] = 1
     (change,) = compare(results, new).regressions
-    assert change.ratio == float("inf") and change.place == "handoff tokens 64 turn_tokens 32"
+    assert change.ratio == float("inf") and (change.bench, change.row, change.name) == (
+        "handoff",
+        "64 tokens",
+        "bytes_copied",
+    )
 
 
 def test_quality_may_not_fall(results):
@@ -198,30 +208,43 @@ def test_times_are_slower_only_beyond_noise_and_are_no_regression(results):
 def slowed(results: dict[str, Any], factor: float) -> dict[str, Any]:
     """As on a machine that has something else to do."""
     twin = copy.deepcopy(results)
-    for it in figures(results):
-        bench = it.place.split()[0]
-        (row,) = [r for r in twin["results"][bench]["rows"] if it.place == place(bench, r)]
-        target, key = (row, it.name) if "." not in it.name else (row[it.name.split(".")[0]], it.name.split(".")[1])
-        if it.kind in ("time", "rate"):
-            target[key] *= factor if it.kind == "time" else 1 / factor
+    for bench, result in twin["results"].items():
+        for row in result["rows"]:
+            for it in list(figures({"results": {bench: {"rows": [row]}}})):
+                outer, _, inner = it.name.partition(".")
+                target, key = (row[outer], inner) if inner else (row, outer)
+                if it.kind in ("time", "rate"):
+                    target[key] *= factor if it.kind == "time" else 1 / factor
     return twin
 
 
-def place(bench: str, row: dict[str, Any]) -> str:
-    one = {"results": {bench: {"rows": [row]}}}
-    return next(figures(one)).place
+def test_one_bench_in_a_slow_moment_is_told_by_mlx_lms_times_in_it(results):
+    new = slowed(results, 3)
+    new["results"] = results["results"] | {"decode": new["results"]["decode"]}
+    found = compare(results, new)
+    assert not any(it.verdict for it in found.changes)
+    assert found.drift["decode"] == pytest.approx(3) and found.drift["handoff"] == found.drift[""] == 1
+
+
+def test_what_did_not_gain_from_a_faster_machine_is_shown_but_not_called_slower(results):
+    new = slowed(results, 1 / 3)
+    new["results"]["handoff"]["rows"][0]["handoff_seconds"] *= 3
+    (change,) = [it for it in compare(results, new).changes if it.name == "handoff_seconds" and it.row == "64 tokens"]
+    assert change.ratio == pytest.approx(1) and change.slowdown == pytest.approx(3) and change.verdict == ""
 
 
 def test_a_slow_machine_is_told_by_mlx_lms_own_times(results):
     found = compare(results, slowed(results, 3))
-    assert found.drift == pytest.approx(3) and not any(it.verdict for it in found.changes)
+    assert list(found.drift.values()) == pytest.approx([3] * len(found.drift)) and not any(
+        it.verdict for it in found.changes
+    )
 
 
 def test_another_machines_times_are_not_judged_but_its_bytes_are(results):
     other = slowed(changed(results, "memory", "ours_bytes", 1.5), 9)
     other["machine"] = other["machine"] | {"device": "Device(gpu, 0)"}
     found = compare(results, other)
-    assert found.drift is None and [(it.name, it.verdict) for it in found.changes if it.verdict] == [
+    assert found.drift == {} and [(it.name, it.verdict) for it in found.changes if it.verdict] == [
         ("ours_bytes", "regression")
     ]
 
@@ -230,7 +253,7 @@ def test_figures_that_are_gone_are_named(results):
     new = copy.deepcopy(results)
     del new["results"]["decode"]
     found = compare(results, new)
-    assert found.missing and all(name.startswith("decode ") for name in found.missing)
+    assert found.missing and all(name.startswith("decode, ") for name in found.missing)
 
 
 def test_results_of_another_model_or_format_are_refused(results, tmp_path):
@@ -261,7 +284,8 @@ def test_the_command_compares_and_says_so_by_its_exit_code(monkeypatch, tmp_path
     shown = run(monkeypatch, *options, "--json")
     assert shown.code == 1 and json.loads(shown.out)["bench"] == "all"
     shown = run(monkeypatch, *options)
-    assert shown.code == 1 and "regressions: 1" in shown.out and "regression" in shown.out.partition("ratio")[2]
+    assert shown.code == 1 and "regressions: 1" in shown.out
+    assert "regression: memory, 2 agents: bytes" in shown.out
     old.write_text(json.dumps(results | {"model": "another"}))
     assert run(monkeypatch, *options).code == 2
 
