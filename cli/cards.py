@@ -43,7 +43,14 @@ def list_cards(store: Store = None, json_only: JsonOnly = False) -> None:
     else:
         table = make_table(terminal, "card", "agent", "tokens", "hops", "model", "quant", "on disk", "age")
         for row in rows:
-            texts = (row["name"], row["agent"], row["tokens"], row["hops"], row["architecture"], row["quant"])
+            texts = (
+                row["name"],
+                row["agent"],
+                row["tokens"],
+                row["hops"],
+                row["architecture"].split()[0],
+                row["quant"],
+            )
             size = "damaged" if row["stored_bytes"] is None else format_bytes(row["stored_bytes"])
             table.add_row(*(one_line(str(text)) for text in texts), size, _age(row["age_seconds"]))
         terminal.out.print(table)

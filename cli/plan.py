@@ -80,7 +80,7 @@ def _print(terminal: Terminal, it: Plan, model: str, what: str) -> None:
         ("private, full precision", it.agents * it.private_bytes, f"{it.agents} x {format_bytes(it.private_bytes)}"),
         ("all of it", it.live_bytes, ""),
         ("peak while it is prefilled", it.prefill_peak_bytes, "at most, weights included"),
-        ("separate full-precision caches", it.separate_bytes, f"{it.agents} x {tokens}"),
+        ("all, with separate caches", it.weights_bytes + it.separate_bytes, f"full precision, {it.agents} x {tokens}"),
     ):  # fmt: skip
         table.add_row(name, format_bytes(count), how)
     terminal.out.print(table)
