@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 # Colours and cursor movements, titles, and the other short codes.
 _CODES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-~]")
+_ERASED = "\x18"  # stands for the code that empties a line
 
 
 class Screen:
@@ -135,11 +136,13 @@ def _whole_characters(data: bytes) -> tuple[str, bytes]:
 def as_seen(raw: str) -> str:
     """The lines that are left on the screen in the end: without codes, rewritten lines in their last state."""
     lines = []
-    for line in _CODES.sub("", raw).replace("\r\n", "\n").split("\n"):
+    for line in _CODES.sub("", raw.replace("\x1b[2K", _ERASED)).replace("\r\n", "\n").split("\n"):
         cells: list[str] = []
         place = 0
         for character in line:
-            if character == "\r":
+            if character == _ERASED:
+                cells.clear()
+            elif character == "\r":
                 place = 0
             elif character == "\b":
                 place = max(0, place - 1)
