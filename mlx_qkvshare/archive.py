@@ -50,7 +50,7 @@ def export_card(store: CardStore, name: str, path: str | os.PathLike[str]) -> Ca
                 with zipfile.ZipFile(file, "w") as archive:
                     archive.comment = b"0" * _COMMENT_BYTES
                     archive.writestr(_member(_CARD), card.encoded())
-                    for segment in _segments(card):
+                    for segment in card.distinct_segments:
                         with opened(segment) as source:
                             _add(archive, _name(segment), source)
                 num_bytes = file.seek(0, os.SEEK_END) - _COMMENT_BYTES
@@ -136,7 +136,7 @@ def _card_in(archive: zipfile.ZipFile, num_bytes: int) -> Card:
     if not members or members[0].filename != _CARD or members[0].file_size > MAX_CARD_BYTES:
         raise CardFormatError(f"[import_card] expected {_CARD!r} first, got {members[:1]}")
     card = decode(archive.read(members[0]), "in the archive")
-    names = [_CARD, *map(_name, _segments(card))]
+    names = [_CARD, *map(_name, card.distinct_segments)]
     for expected, found in itertools.zip_longest(names, (member.filename for member in members)):
         if found != expected:
             raise CardFormatError(f"[import_card] expected the member {expected!r}, got {found!r}")
@@ -151,10 +151,6 @@ def _member(name: str) -> zipfile.ZipInfo:
 
 
 _FIXED = ("orig_filename", "date_time", "compress_type", "create_system", "external_attr", "flag_bits", "comment")
-
-
-def _segments(card: Card) -> list[CardSegment]:
-    return list({segment.digest: segment for segment in card.segments}.values())
 
 
 def _name(segment: CardSegment) -> str:

@@ -93,6 +93,11 @@ class Card:
         return sum(segment.length for segment in self.segments)
 
     @property
+    def distinct_segments(self) -> list[CardSegment]:
+        """One for each file, in their order."""
+        return list({segment.digest: segment for segment in self.segments}.values())
+
+    @property
     def digests(self) -> frozenset[str]:
         """Those that name its segments' files."""
         return frozenset(segment.digest for segment in self.segments)

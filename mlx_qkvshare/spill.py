@@ -25,8 +25,8 @@ from .manager import SharedKVCacheManager
 from .policy import Access
 from .prefix import SharedPrefix
 from .segment import SegmentView, readable
-from .store import CARD, CardStore, is_ours, segment_file, segments_of
-from .store_files import removed
+from .store import CARD, CardStore, segment_file, segments_of
+from .store_files import is_half_written, is_whole, removed
 from .table import common_prefix
 from .versions import versions
 
@@ -80,10 +80,10 @@ class SpillStore(CardStore):
     def used_bytes(self) -> int:
         """Of all files that are ours."""
         used = 0
-        for folder in (self._cards, self._segments):
+        for folder, suffix in self._kinds:
             with os.scandir(folder) as entries:
                 for entry in entries:
-                    if is_ours(entry.name):
+                    if is_whole(entry.name, suffix) or is_half_written(entry.name, suffix):
                         with contextlib.suppress(FileNotFoundError):
                             used += entry.stat(follow_symlinks=False).st_size
         return used
@@ -198,7 +198,9 @@ class SpillStore(CardStore):
         path, cut = best
         try:
             manager.make_room_for((it.sealed, it.length, it.nbytes) for it in cut.segments)
-            with self._load(manager, cut) as loaded:
+            with self._locked():
+                loaded = self._load(manager, cut)
+            with loaded:
                 os.utime(path)
                 return loaded.prefix.fork(access)
         except (BudgetExceededError, FingerprintMismatchError, RevokedError):
@@ -212,11 +214,11 @@ class SpillStore(CardStore):
         """Those that are there and may be read; each is read from disk once."""
         known, found = self._known, dict[str, _Known]()
         with os.scandir(self._cards) as entries:
-            inodes = sorted((entry.name, entry.inode()) for entry in entries if entry.name.endswith(CARD))
+            inodes = sorted((entry.name, entry.inode()) for entry in entries if is_whole(entry.name, CARD))
         for name, inode in inodes:
             if name in known and known[name].inode == inode:
                 found[name] = known[name]
-            elif is_ours(name):
+            else:
                 path = self._cards / name
                 with contextlib.suppress(OSError, CardError):
                     card = self._read_card(path)

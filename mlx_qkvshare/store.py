@@ -85,11 +85,10 @@ class CardStore:
             for path in (self.folder, self._cards, self._segments):
                 if not path.is_dir():
                     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if self._revoked.is_symlink():
-                raise CardError(f"[CardStore] {self._revoked}: expected a folder, got a link")
-            for path in (self._cards, self._segments):
+            for path in (self._revoked, self._cards, self._segments):
                 if path.is_symlink():
                     raise CardError(f"[CardStore] {path}: expected a folder, got a link")
+            for path in (self._cards, self._segments):
                 path.chmod(0o700)
             sync_folder(self.folder)
         except OSError as error:
@@ -242,7 +241,7 @@ class CardStore:
                 if os.path.lexists(path) and not replace:
                     raise CardError(f"[CardStore] {card.name!r}: expected a free name, got one that is taken")
                 files.enter_context(written_whole(path)).write_bytes(card.encoded())  # first in, last to get its name
-                for segment in {it.digest: it for it in card.segments}.values():
+                for segment in card.distinct_segments:
                     partial = files.enter_context(written_whole(self._segment_path(segment.digest)))
                     with open(partial, "wb") as file:
                         copy(segment, file)
@@ -268,33 +267,31 @@ class CardStore:
             return self._load(manager, self._card(name))
 
     def _load(self, manager: SharedKVCacheManager, card: Card) -> LoadedCard:
-        with self._locked():
-            check_fit(card, manager.spec, manager.quant)
-            headers = []
-            for segment in card.segments:
-                with self._opened(segment, card) as (_, header):
-                    check_factors_of(header, manager.key_factors)
-                    headers.append(header)
-            prefix = manager.standing((it.sealed, it.length) for it in card.segments)
-            slots: list[SharedSlot] = []
-            try:
-                linked = prefix.num_tokens
-                missing = card.segments[len(prefix.views) :]
-                if sum(segment.nbytes for segment in missing) > manager.stats().free_bytes:
-                    manager.require_room(sum(segment.nbytes for segment in missing))
-                    for segment in missing:  # others will have to go: not for bytes that are damaged
-                        with self._opened(segment, card) as (file, header):
-                            verify_arrays(file, header)
-                slots = manager.reserve_slots([(segment.num_tokens, segment.nbytes) for segment in missing])
-                mx.clear_cache()  # its buffers may be too large
-                layers = [self._read_layers(segment, card, manager) for segment in missing]
-                contents = [(it.sealed, it.length, its_layers) for it, its_layers in zip(missing, layers, strict=True)]
-                manager.link(prefix, slots, contents)
-            except BaseException:
-                for slot in slots:
-                    manager.free_slot(slot)
-                prefix.release()
-                raise
+        """`load`, for who holds the lock."""
+        check_fit(card, manager.spec, manager.quant)
+        for segment in card.segments:
+            with self._opened(segment, card) as (_, header):
+                check_factors_of(header, manager.key_factors)
+        prefix = manager.standing((it.sealed, it.length) for it in card.segments)
+        slots: list[SharedSlot] = []
+        try:
+            linked = prefix.num_tokens
+            missing = card.segments[len(prefix.views) :]
+            if sum(segment.nbytes for segment in missing) > manager.stats().free_bytes:
+                manager.require_room(sum(segment.nbytes for segment in missing))
+                for segment in missing:  # others will have to go: not for bytes that are damaged
+                    with self._opened(segment, card) as (file, header):
+                        verify_arrays(file, header)
+            slots = manager.reserve_slots([(segment.num_tokens, segment.nbytes) for segment in missing])
+            mx.clear_cache()  # its buffers may be too large
+            layers = [self._read_layers(segment, card, manager) for segment in missing]
+            contents = [(it.sealed, it.length, its_layers) for it, its_layers in zip(missing, layers, strict=True)]
+            manager.link(prefix, slots, contents)
+        except BaseException:
+            for slot in slots:
+                manager.free_slot(slot)
+            prefix.release()
+            raise
         return LoadedCard(card, _package_of(card, manager, prefix), prefix, linked)
 
     def _read_layers(self, segment: CardSegment, card: Card, manager: SharedKVCacheManager) -> Layers:
@@ -453,13 +450,6 @@ class CardStore:
     def _locked(self, *, alone: bool = False, waits: bool = True, name: str = ".lock") -> Iterator[None]:
         with locked(self.folder, alone=alone, waits=waits, name=name):
             yield
-
-
-def is_ours(name: str) -> bool:
-    """Is a file of this name a card, a segment, or what a crash left of one?"""
-    stem, _, rest = name.removeprefix(".").partition(".")
-    is_whole = not name.startswith(".")
-    return is_digest(stem) and (f".{rest}" if is_whole else Path(rest).suffix) in (CARD, _SEGMENT)
 
 
 _SHARED_FIELDS = (

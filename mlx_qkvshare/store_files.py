@@ -14,14 +14,22 @@ from .digest import is_digest
 from .errors import CardCorruptError, CardError, CardWriteError
 
 
+def is_whole(name: str, suffix: str) -> bool:
+    """Is a file of this name one that is named by a digest?"""
+    return name.endswith(suffix) and is_digest(name.removesuffix(suffix))
+
+
+def is_half_written(name: str, suffix: str) -> bool:
+    """Is it what `written_whole` left of one in a crash?"""
+    return name.startswith(".") and name.endswith(suffix) and is_digest(name[1:].split(".")[0])
+
+
 def our_files(folder: Path, suffix: str) -> list[Path]:
-    """Those that are named by a digest."""
-    return sorted(path for path in folder.iterdir() if path.suffix == suffix and is_digest(path.stem))
+    return sorted(path for path in folder.iterdir() if is_whole(path.name, suffix))
 
 
 def half_written(folder: Path, suffix: str) -> list[Path]:
-    """What `written_whole` left of them in a crash."""
-    return [path for path in folder.glob(f".*{suffix}") if is_digest(path.name[1:].split(".")[0])]
+    return [path for path in folder.iterdir() if is_half_written(path.name, suffix)]
 
 
 @contextlib.contextmanager
