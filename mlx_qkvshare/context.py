@@ -32,6 +32,7 @@ from .sampling import Sampling
 from .segment import readable, truncate_views
 from .spec import WINDOW_SLACK_TOKENS
 from .state_cache import grouped, leaves
+from .table import common_prefix
 
 if TYPE_CHECKING:
     from .model import LoadedModel
@@ -169,8 +170,7 @@ class TokenContext:
         """
         self._check_room(len(wanted) + reserve)
         held = self.token_ids
-        shorter = min(len(held), len(wanted))
-        common = next((i for i in range(shorter) if held[i] != wanted[i]), shorter)
+        common = common_prefix(held, wanted)
         kept = self._reachable(common)
         domains |= self._domains_of(kept, common)
         findable = wanted if self.access.may_find(domains, ()) else ()

@@ -22,6 +22,7 @@ from .manager import SharedKVCacheManager
 from .package import HandoffPackage, Span
 from .policy import TEAM_ACCESS, Access
 from .sampling import Sampling
+from .table import common_prefix
 
 if TYPE_CHECKING:
     from .model import LoadedModel
@@ -430,11 +431,8 @@ class AgentSession(TokenContext):
             if num_turns < len(starts):  # else system messages alone, which not every template takes
                 is_start = self._base_tokens == 0
                 stays += self._chat_format().render(kept, add_generation_prompt=False, is_start=is_start)
-            held, before = self.token_ids, self.num_tokens
-            common = next(
-                (i for i, pair in enumerate(zip(held, stays, strict=False)) if pair[0] != pair[1]), len(stays)
-            )
-            self._rewind_exactly(max(0, before - common))
+            before = self.num_tokens
+            self._rewind_exactly(before - common_prefix(self.token_ids, stays))
             self.messages = kept
             if self.role_prompt:
                 said = f"{self.role_prompt}\n\n"

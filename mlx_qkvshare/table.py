@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -288,7 +288,7 @@ def _stop(views: Iterable[SegmentView]) -> int:
     return max((view.stop for view in views), default=0)
 
 
-def common_prefix(stored: tuple[int, ...], wanted: tuple[int, ...], start: int) -> int:
+def common_prefix(stored: Sequence[int], wanted: Sequence[int], start: int = 0) -> int:
     """How many tokens of `stored` equal `wanted` from `start` on. Tokens decide, not hashes."""
     limit = min(len(stored), len(wanted) - start)
     if limit <= 0 or stored[:limit] == wanted[start : start + limit]:
