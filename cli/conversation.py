@@ -24,10 +24,10 @@ from .. import (
 from ..errors import AccessError, ContextLimitError, InvalidValueError
 from ..policy import PUBLIC
 from .document import Document
-from .interrupts import Interrupts
+from .interrupts import Interrupts, shown_prefill
 from .round import Voice, take_round
 from .team import AgentSpec, Team
-from .terminal import ProgressLine, Terminal, format_bytes
+from .terminal import Terminal, format_bytes
 from .turn import Turn, Usage, advice, describe_limits, take_turn
 
 if TYPE_CHECKING:
@@ -216,19 +216,14 @@ class Conversation:
         Raises `ContextLimitError` before anything is computed if no reply would fit behind it, and
         `KeyboardInterrupt` at Ctrl-C; the context is then as it was.
         """
-        session, progress = self.current, ProgressLine(self.terminal)
+        session = self.current
         self._require_room(document)
-        with Interrupts() as interrupts:
-
-            def prefilled(done: int, total: int) -> None:
-                progress(f"{document.name}: prefill", done, total)
-                interrupts.check()
-
-            try:
-                report = session.say(document.message, progress=prefilled)
-                session.seal()
-            finally:
-                progress.close()
+        with (
+            Interrupts() as interrupts,
+            shown_prefill(self.terminal, interrupts, f"{document.name}: prefill") as prefilled,
+        ):
+            report = session.say(document.message, progress=prefilled)
+            session.seal()
         return report.computed_tokens, session.num_tokens
 
     def _require_room(self, document: Document) -> None:
@@ -261,20 +256,12 @@ class Conversation:
 
     def load(self, name: str) -> Restored:
         """Go on with a kept conversation, in place of the present one; as the agent who spoke, if it is in the team."""
-        progress = ProgressLine(self.terminal)
         store = CardStore(self.settings.store)
         author = store.inspect(name).agent
         receiver = self.current if self.is_for_all else self.sessions.get(author, self.current)
         with Interrupts() as interrupts:
-
-            def prefilled(done: int, total: int) -> None:
-                progress(f"{name}: prefill", done, total)
-                interrupts.check()
-
-            try:
+            with shown_prefill(self.terminal, interrupts, f"{name}: prefill") as prefilled:
                 restored = restore(receiver, store, name, rebuild=True, progress=prefilled)
-            finally:
-                progress.close()
             if receiver is not self.current:
                 self.current.reset()
                 self.current = receiver

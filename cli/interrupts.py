@@ -7,6 +7,8 @@ import signal
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+from .terminal import ProgressLine, Terminal
+
 _Handler = Callable[[int, FrameType | None], None]
 ENDING = (signal.SIGTERM, signal.SIGHUP)
 
@@ -71,3 +73,18 @@ class Interrupts:
     def check(self) -> None:
         if self.is_set:
             raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def shown_prefill(terminal: Terminal, interrupts: Interrupts, what: str) -> Iterator[Callable[[int, int], None]]:
+    """Progress of a prefill to show as `what`; between two chunks Ctrl-C ends it by `KeyboardInterrupt`."""
+    progress = ProgressLine(terminal)
+
+    def prefilled(done: int, total: int) -> None:
+        progress(what, done, total)
+        interrupts.check()
+
+    try:
+        yield prefilled
+    finally:
+        progress.close()

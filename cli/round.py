@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from .. import AgentScheduler, AgentSession, AgentTask, HandoffRecord, Message, QKVShareError
 from ..errors import TaskCancelledError
-from .interrupts import Interrupts
+from .interrupts import Interrupts, shown_prefill
 from .streams import show_together
-from .terminal import ProgressLine, Terminal
+from .terminal import Terminal
 from .turn import Turn
 
 
@@ -59,17 +59,9 @@ def take_round(
 
 
 def _hear(floor: AgentSession, text: str, terminal: Terminal, interrupts: Interrupts) -> None:
-    progress = ProgressLine(terminal)
-
-    def prefilled(done: int, total: int) -> None:
-        progress("prefill", done, total)
-        interrupts.check()
-
-    try:
+    with shown_prefill(terminal, interrupts, "prefill") as prefilled:
         floor.say(text, progress=prefilled)
         floor.seal()
-    finally:
-        progress.close()
 
 
 def _turn(task: AgentTask, heard_seconds: float, seconds: float) -> Turn:

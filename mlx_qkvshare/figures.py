@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,12 +64,12 @@ class Tally:
         self._raised.extend((domains, raised) for raised in report.raised)
 
     def stats(
-        self, access: Access, budget_bytes: int, free_bytes: int, records: Iterable[Record], tails: dict[int, int]
+        self, access: Access, budget_bytes: int, free_bytes: int, records: Iterable[Record], tails: Sequence[int]
     ) -> ManagerStats:
-        """Of the `records` that `access` may read, and of its holders' `tails`, in bytes."""
+        """Of the `records` that `access` may read, and of its holders, the bytes of whose tails are `tails`."""
         sees_all = access.reads is None
         seen = [it for it in records if sees_all or (it.segment is not None and access.may_read(it.domains))]
-        private = sum(tails.values())
+        private = sum(tails)
         evictable = sum(record.counted_bytes for record in seen if record.is_evictable)
         protected = sum(record.counted_bytes for record in seen if not record.is_evictable) + private
         used = budget_bytes - free_bytes if sees_all else evictable + protected

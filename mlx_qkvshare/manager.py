@@ -609,7 +609,8 @@ class SharedKVCacheManager:
         with self._locked():
             first = what if isinstance(what, SharedSegment) else self._table.stored(what)
             records = self._table.branches(first.keys)
-            segments = [record.segment for record in records if record.segment is not None] or [first]
+            standing = [record.segment for record in records if record.segment is not None]
+            segments = standing or [first]
             keys = {key for segment in segments for key in segment.keys}
             self._revoked_keys |= keys
             slots = {record.slot.slot for record in records}
@@ -629,7 +630,6 @@ class SharedKVCacheManager:
                 gone.append(store.revoke(keys))
             except QKVShareError as error:
                 errors.append(error)
-        standing = [record.segment for record in records if record.segment is not None]
         receipt = Receipt(
             slots=tuple(segment.slot for segment in standing),
             seals=tuple(seal for segment in segments for seal in segment.seals),
@@ -706,7 +706,7 @@ class SharedKVCacheManager:
         """
         with self._locked():
             holdings = [it for it in self._holdings.values() if access.may_read({it.access.writes})]
-            tails = {it.holder: self.tail_bytes(it.private_rows) for it in holdings}
+            tails = [self.tail_bytes(it.private_rows) for it in holdings]
             return self._tally.stats(access, self.budget_bytes, self._free_bytes, self._table.records.values(), tails)
 
     def segments(self) -> tuple[SharedSegment, ...]:
