@@ -30,7 +30,7 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Python 3.11 or later is needed; name one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	@test -x $(BIN)/pip || { echo "== creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
-	@echo "== installing mlx_qkvshare[$(EXTRAS)] into $(VENV) (once; again when pyproject.toml changes)"
+	@echo "== installing mlx_qkvshare[$(EXTRAS)] into $(VENV) (some minutes; once, and when pyproject.toml changes)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRAS)]'
 ifeq ($(SYSTEM),Linux)
 	@echo "== installing OpenBLAS (MLX's Linux wheel brings only a slow BLAS)"

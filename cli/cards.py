@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ import typer
 
 from ..archive import export_card, import_card
 from ..card import Card
-from ..errors import CardError, RevokedError
+from ..errors import CardError, CardNotFoundError, RevokedError
 from ..folders import default_store_dir
 from ..store import CardStore
 from .terminal import Terminal, format_bytes, make_table, one_line
@@ -35,7 +36,10 @@ def list_cards(store: Store = None, json_only: JsonOnly = False) -> None:
     """Every card, with its size. Those that cannot be read are told on stderr."""
     terminal, kept = Terminal(), _store(store)
     cards, errors = kept.look()
-    rows = [_row(kept, card) for card in cards]
+    rows = []
+    for card in cards:
+        with contextlib.suppress(CardNotFoundError):  # somebody has removed it
+            rows.append(_row(kept, card))
     if json_only:
         print(json.dumps(rows), file=terminal.out.file)
     elif not rows:

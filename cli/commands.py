@@ -9,7 +9,7 @@ from .. import HandoffRecord, Message
 from ..errors import InvalidValueError
 from .conversation import Conversation
 from .document import read_document, typed_path
-from .terminal import Terminal, cut_to, padded
+from .terminal import Terminal, cut_to, format_seconds, padded
 from .turn import Turn, ending, status
 
 
@@ -28,6 +28,10 @@ class Command:
     @property
     def name(self) -> str:
         return self.usage.split(" ")[0]
+
+    @property
+    def needs_argument(self) -> bool:
+        return len(self.usage.split(" ")) > 1 and "[" not in self.usage
 
 
 COMMANDS: dict[str, Command] = {}
@@ -49,7 +53,10 @@ def obey(conversation: Conversation, line: str) -> None:
     name, _, argument = line.partition(" ")
     if name not in COMMANDS:
         raise InvalidValueError(f"no command {name}; /help lists them")
-    COMMANDS[name].run(conversation, argument.strip())
+    found, argument = COMMANDS[name], argument.strip()
+    if found.needs_argument and not argument:
+        raise InvalidValueError(f"expected {found.usage}, got {name} alone")
+    found.run(conversation, argument)
 
 
 def ask(conversation: Conversation, text: str) -> None:
@@ -78,7 +85,7 @@ def _agents(conversation: Conversation, _: str) -> None:
     conversation.terminal.line(conversation.who)
 
 
-@command("/to NAME", "NAME goes on: with its own branch, or it takes over by reference", "/agent")
+@command("/to [NAME]", "NAME goes on: with its own branch, or it takes over by reference", "/agent")
 def _to(conversation: Conversation, name: str) -> None:
     if not name:
         return _agents.run(conversation, "")
@@ -143,17 +150,18 @@ def _rewind(conversation: Conversation, text: str) -> None:
 
 @command("/file PATH", "let all read a text file")
 def _file(conversation: Conversation, text: str) -> None:
-    if not text:
-        raise InvalidValueError("/file: expected a path, got none")
     document = read_document(typed_path(text))
     if document.num_replaced:
         conversation.terminal.note(f"({document.num_replaced} unreadable bytes in the file became U+FFFD)")
     try:
-        computed, held = conversation.add(document)
+        read = conversation.add(document)
     except KeyboardInterrupt:
         conversation.terminal.note("(stopped; the file was taken back)")
         return
-    conversation.terminal.note(f"({document.name}: {computed} tokens computed; the context has {held})")
+    conversation.terminal.note(
+        f"({read.name}: {read.computed_tokens} tokens computed in {format_seconds(read.seconds)}; "
+        f"the context has {read.context_tokens})"
+    )
 
 
 @command("/context", "what was said so far, in short")
@@ -181,8 +189,6 @@ def _stats(conversation: Conversation, _: str) -> None:
 
 @command("/save NAME", "keep the conversation, also for after a restart")
 def _save(conversation: Conversation, name: str) -> None:
-    if not name:
-        raise InvalidValueError("/save: expected a name, got none")
     save(conversation, name)
 
 
@@ -201,8 +207,6 @@ def save(conversation: Conversation, name: str) -> None:
 
 @command("/load NAME", "go on with what was kept")
 def _load(conversation: Conversation, name: str) -> None:
-    if not name:
-        raise InvalidValueError("/load: expected a name, got none")
     try:
         load(conversation, name)
     except KeyboardInterrupt:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import (
     AgentSession,
@@ -50,6 +51,15 @@ class ChatSettings:
     max_context: int | None = None
     max_tokens: int | None = None
     start_over: str = "/new starts over"
+
+
+class Reading(NamedTuple):
+    """What it took to read a document into the context, which then held so many tokens."""
+
+    name: str
+    computed_tokens: int
+    context_tokens: int
+    seconds: float
 
 
 class Conversation:
@@ -155,7 +165,7 @@ class Conversation:
 
     def fork(self, name: str) -> None:
         """Go on as a new agent `name`, a twin of the one who speaks, which keeps its own branch."""
-        if not name or name in self.sessions:
+        if name in self.sessions:
             raise InvalidValueError(f"expected a new name, got {name!r}; there are: {', '.join(self.sessions)}")
         source = self.agents.get(self.current.name)
         self.sessions[name] = self.current.fork(name)
@@ -210,21 +220,22 @@ class Conversation:
         }
         return turns
 
-    def add(self, document: Document) -> tuple[int, int]:
-        """Let the current agent read `document` into the context, which all share; tokens computed, and held now.
+    def add(self, document: Document) -> Reading:
+        """Let the current agent read `document` into the context, which all share.
 
         Raises `ContextLimitError` before anything is computed if no reply would fit behind it, and
         `KeyboardInterrupt` at Ctrl-C; the context is then as it was.
         """
         session = self.current
         self._require_room(document)
+        started = time.perf_counter()
         with (
             Interrupts() as interrupts,
             shown_prefill(self.terminal, interrupts, f"{document.name}: prefill") as prefilled,
         ):
             report = session.say(document.message, progress=prefilled)
             session.seal()
-        return report.computed_tokens, session.num_tokens
+        return Reading(document.name, report.computed_tokens, session.num_tokens, time.perf_counter() - started)
 
     def _require_room(self, document: Document) -> None:
         needed, unit = len(document.text), "characters"

@@ -68,9 +68,9 @@ def totals_table(terminal: Terminal, result: RelayResult, quant: str) -> Table:
     table = make_table(terminal, "in all", "")
     rows = [
         ("tokens shared at the last handoff", f"{last.reused_tokens:,}"),
-        (f"bytes held once for {count} agents ({quant})", _bytes(result.held_bytes)),
-        (f"{count} separate quantized caches would hold", _bytes(result.separate_quantized_bytes)),
-        (f"{count} separate full-precision caches would hold", _bytes(result.separate_bytes)),
+        (f"bytes held once for {count} agents ({quant})", _bytes(result.usage.held_bytes)),
+        (f"{count} separate quantized caches would hold", _bytes(result.usage.separate_quantized_bytes)),
+        (f"{count} separate full-precision caches would hold", _bytes(result.usage.separate_bytes)),
         ("bytes copied per handoff", str(max(turn.handoff.bytes_copied for turn in result.turns if turn.handoff))),
         (f"{last.name}: first token after the handoff", f"{last.first_token_seconds:.2f} s"),
         (f"the same {result.reprefill_tokens:,} tokens prefilled from nothing", f"{result.reprefill_seconds:.2f} s"),

@@ -21,6 +21,7 @@ from .interrupts import Interrupts
 from .penalty import PenalizedSampler
 from .streams import show_together
 from .terminal import ProgressLine, Terminal
+from .turn import Usage
 
 if TYPE_CHECKING:
     from ..model import LoadedModel
@@ -50,13 +51,11 @@ class Turn:
 
 @dataclass(frozen=True)
 class RelayResult:
-    """All turns; bytes held once, and what caches of their own would hold at exactly the same lengths."""
+    """All turns; tokens that each agent holds at the end, and bytes of that."""
 
     turns: list[Turn]
     held_tokens: list[int]
-    held_bytes: int
-    separate_bytes: int
-    separate_quantized_bytes: int
+    usage: Usage
     reprefill_tokens: int
     reprefill_seconds: float
 
@@ -85,13 +84,11 @@ class Relay:
             for session in self._sessions:
                 session.seal()
             self._manager.check_integrity()
-            held, spec = [session.num_tokens for session in self._sessions], self._manager.spec
+            last, held = self._sessions[-1], [session.num_tokens for session in self._sessions]
             return RelayResult(
                 turns=turns,
                 held_tokens=held,
-                held_bytes=self._manager.stats().used_bytes,
-                separate_bytes=sum(map(spec.context_bytes, held)),
-                separate_quantized_bytes=sum(self._manager.quant.packed_bytes(spec, count) for count in held),
+                usage=Usage.of(self._manager, last.num_tokens, last.max_context_tokens, held),
                 reprefill_tokens=len(self._prompt_ids),
                 reprefill_seconds=self._reprefill(),
             )

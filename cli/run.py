@@ -17,12 +17,12 @@ from ..errors import BudgetExceededError, ContextLimitError, InvalidValueError
 from ..folders import default_store_dir
 from . import options
 from .commands import save, show_status
-from .conversation import ChatSettings, Conversation
+from .conversation import ChatSettings, Conversation, Reading
 from .document import Document, read_document, read_pipe
 from .interrupts import ends_by_signal
 from .lines import clean
 from .team import AgentSpec, Team
-from .terminal import Terminal
+from .terminal import Terminal, format_seconds
 from .turn import Turn
 
 DONE, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
@@ -39,10 +39,11 @@ def requests(team: Team, task: str, rounds: int) -> Iterator[tuple[str, str]]:
 
 @dataclasses.dataclass
 class Run:
-    """The work on one task: its turns so far, and how it ended."""
+    """The work on one task: what was read, its turns so far, and how it ended."""
 
     conversation: Conversation
     team: Team
+    readings: list[Reading] = dataclasses.field(default_factory=list)
     turns: list[Turn] = dataclasses.field(default_factory=list)
     error: str | None = None
 
@@ -52,10 +53,11 @@ class Run:
         for document in documents:
             _note_replaced(document, terminal)
             try:
-                computed, _ = self.conversation.add(document)
+                read = self.conversation.add(document)
             except (ContextLimitError, BudgetExceededError) as error:
                 return self._fail(error, WRONG_INPUT)
-            terminal.note(f"({document.name}: {computed} tokens)")
+            self.readings.append(read)
+            terminal.note(f"({read.name}: {read.computed_tokens} tokens read in {format_seconds(read.seconds)})")
         return DONE
 
     def work(self, task: str, rounds: int) -> int:
@@ -98,6 +100,7 @@ class Run:
             "model": model,
             "task": task,
             "team": self.team.names,
+            "documents": [reading._asdict() for reading in self.readings],
             "turns": [_plain_turn(turn) for turn in self.turns],
             "handoffs": [dataclasses.asdict(record) for record in records],
             "memory": dataclasses.asdict(self.conversation.usage())

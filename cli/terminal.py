@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 # Control characters become their pictures (U+2400…), so that no escape code reaches the terminal.
+_SECONDS_BETWEEN_LINES = 10.0
 _PICTURES = {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"} | {0x7F: "\u2421"}
 _UNPRINTABLE = dict.fromkeys([*range(0x80, 0xA0), *range(0xD800, 0xE000)], "\ufffd")
 _HARMLESS = _PICTURES | _UNPRINTABLE
@@ -103,7 +104,8 @@ class Terminal:
 
 
 class ProgressLine:
-    """Progress on stderr: one line rewritten in place on a terminal, else one line per step."""
+    """Progress on stderr: one line rewritten in place on a terminal, else a line per step, and for a long one every
+    ten seconds."""
 
     def __init__(self, terminal: Terminal):
         self._err = terminal.err
@@ -112,8 +114,10 @@ class ProgressLine:
 
     def __call__(self, what: str, done: int, total: int) -> None:
         if not self._is_live:
-            if what != self._what:
-                self._write(f"{one_line(what)}...\n")
+            is_new, now = what != self._what, time.monotonic()
+            if is_new or (0 < done < total and now - self._last > _SECONDS_BETWEEN_LINES):
+                self._last = now
+                self._write(f"{one_line(what)}{'...' if is_new else f' {100 * done // total}%'}\n")
         elif what != self._what or done == total or time.monotonic() - self._last > 0.1:
             self._last = time.monotonic()
             self._rewrite(self._bar(one_line(what), done, total) if total else one_line(what))

@@ -37,9 +37,10 @@ class Turn:
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of the context; bytes held, and what caches of their own would hold for those who spoke, at the lengths
-    that they spoke at."""
+    """Tokens of the context; bytes held, and what caches of their own would hold for the agents who spoke, at the
+    lengths that they spoke at."""
 
+    num_agents: int
     context_tokens: int
     max_context: int
     held_bytes: int
@@ -49,6 +50,7 @@ class Usage:
     @classmethod
     def of(cls, manager: SharedKVCacheManager, context_tokens: int, max_context: int, lengths: Sequence[int]) -> Usage:
         return cls(
+            num_agents=len(lengths),
             context_tokens=context_tokens,
             max_context=max_context,
             held_bytes=manager.stats().protected_bytes,
@@ -125,9 +127,10 @@ def ending(turns: Sequence[Turn], max_tokens: int) -> str:
 
 def status(turns: Sequence[Turn], usage: Usage) -> str:
     """The line below a reply."""
+    other = "apart" if usage.num_agents > 1 else "in full precision"
     parts = [
         f"{usage.context_tokens}/{usage.max_context} tokens",
-        f"{format_bytes(usage.held_bytes)} held once, {format_bytes(usage.separate_bytes)} apart",
+        f"{format_bytes(usage.held_bytes)} held once, {format_bytes(usage.separate_bytes)} {other}",
     ]
     firsts = [turn.first_token_seconds for turn in turns if turn.first_token_seconds is not None]
     decoding = max((turn.seconds - (turn.first_token_seconds or 0) for turn in turns), default=0)

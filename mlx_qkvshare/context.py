@@ -195,6 +195,8 @@ class TokenContext:
     def _computing(self, token_ids: list[int], progress: Progress | None = None) -> Prefilling:
         """Append `token_ids`, for which there is room, by running the model on them in steps."""
         total = left = len(token_ids)
+        if progress and total:
+            progress(0, total)
         while left:
             limit = yield left
             size = chunk_size(left, self._step if limit is None else max(1, min(limit, self._step)))

@@ -158,7 +158,7 @@ class AgentSession(TokenContext):
         """Append `token_ids`, all or none; a fresh session first takes what the manager holds of them.
 
         Args:
-            progress: called with (tokens done, tokens in all) after every chunk.
+            progress: called with (tokens done, tokens in all) before the first chunk and after every one.
 
         Raises:
             ContextLimitError, BudgetExceededError: before any token is computed.

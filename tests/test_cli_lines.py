@@ -64,6 +64,19 @@ def test_progress_is_a_bar_where_there_is_room(width: int, shown: str) -> None:
     assert terminal.err.file.getvalue().split("\r")[2].isspace()
 
 
+def test_without_a_terminal_a_long_step_is_heard_of_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, terminal = [0.0], Terminal()
+    monkeypatch.setattr("mlx_qkvshare.cli.terminal.time.monotonic", lambda: now[0])
+    terminal.err = Console(file=io.StringIO())
+    progress = ProgressLine(terminal)
+    for second, done in enumerate(range(0, 110, 4)):
+        now[0] = float(second)
+        progress("prefill", done, 104)
+    progress("sealing", 0, 0)
+    progress.close()
+    assert terminal.err.file.getvalue() == "prefill...\nprefill 42%\nprefill 84%\nsealing...\n"
+
+
 def test_the_shells_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"--install-completion", "--show-completion"} <= set(run(monkeypatch, "--help").out.split())
     monkeypatch.setenv("_QKVSHARE_COMPLETE", "complete_bash")

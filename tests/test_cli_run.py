@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -63,6 +64,7 @@ def test_a_team_works_along_its_order(monkeypatch: pytest.MonkeyPatch, tiny: Pat
         *("S", "You plan.", "a leaflet\n\nPlan it.", "a plan", "You write.\n\nWrite it.", "a text", "Go on as critic.")
     ]
     assert result.err.count("held once") == 3 and "error" not in result.err
+    assert (result.err.count(" in full precision;"), result.err.count(" apart;")) == (1, 2)
 
 
 def test_one_agent_answers_without_a_name(monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:
@@ -81,6 +83,7 @@ def test_documents_come_first_from_files_and_pipes(monkeypatch: pytest.MonkeyPat
     documents = ["Document notes.txt:\n\none\ntwo \ufffd and some more words", "Document from stdin:\n\npiped\n"]
     assert heard[:3] == [*documents, "sum up"]
     assert "(1 unreadable bytes in notes.txt became U+FFFD)" in result.err
+    assert re.search(r"\(notes\.txt: \d+ tokens read in [\d.]+ m?s\)", result.err)
 
 
 def test_a_pipe_alone_is_the_task(monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:
@@ -101,6 +104,7 @@ def test_json_holds_every_turn_and_the_memory(monkeypatch: pytest.MonkeyPatch, t
     for turn in found["turns"]:
         assert turn["tokens"] > 0 and 0 < turn["first_token_seconds"] <= turn["seconds"] and turn["error"] is None
     assert found["turns"][1]["tokens"] == 9 and found["turns"][1]["reused_tokens"] > 40
+    assert found["documents"] == []
     memory = found["memory"]
     assert memory["bytes_copied"] == 0 and memory["held_bytes"] < memory["separate_quantized_bytes"] * 2
     assert memory["separate_quantized_bytes"] < memory["separate_bytes"]

@@ -109,6 +109,14 @@ def test_installed_package_is_whole(installed: Path) -> None:
     assert found["leaks"] == []
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is preloaded")
+def test_a_python_without_mlx_is_told_apart_from_a_missing_blas() -> None:
+    command = [sys.executable, "-S", "tools/openblas.py"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.endswith("has no MLX: run this with the Python that has it (.venv/bin/python)\n")
+
+
 def test_installed_script_runs(installed: Path) -> None:
     assert "demo" in run(installed / "venv/bin/qkvshare", "--help", cwd=installed)
 

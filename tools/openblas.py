@@ -4,6 +4,7 @@ The wheel links the reference BLAS; preloading OpenBLAS makes float32 matmul ten
 Run it with the Python that will be prefixed:  eval "$(python tools/openblas.py) python …"
 """
 
+import importlib.util
 import os
 import re
 import shlex
@@ -67,6 +68,8 @@ def find() -> dict[str, str] | None:
 
 
 if sys.platform == "linux":
+    if importlib.util.find_spec("mlx") is None:
+        sys.exit(f"{sys.executable} has no MLX: run this with the Python that has it (.venv/bin/python)")
     found = find()
     if found is None:
         print(
