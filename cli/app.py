@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Annotated
 
 import typer
@@ -51,13 +53,30 @@ def options(
     Terminal.shows_tracebacks = debug
 
 
+def _open_what_is_closed() -> None:
+    """What the shell closed (`<&-`) must not become the number of a file that is opened later."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            found = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            setattr(sys, name, os.fdopen(found, "w" if number else "r", encoding="utf-8", closefd=False))
+
+
+def _debug_first(arguments: list[str]) -> list[str]:
+    """`--debug` may be typed anywhere in front of a `--`."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    others = [it for it in arguments[:end] if it != "--debug"]
+    return ["--debug"] * (len(others) < end) + others + arguments[end:]
+
+
 def main() -> None:
-    """The `qkvshare` script. An error that the library or the system reports is one line and exit code 2."""
+    """The `qkvshare` script. An error is one line; exit code 2 if the library or the system reports it, else 1."""
+    _open_what_is_closed()
     terminal = Terminal()
     try:
-        app(prog_name="qkvshare")
-    except (QKVShareError, OSError) as error:
-        if Terminal.shows_tracebacks:
-            raise
-        terminal.error(error)
-        raise SystemExit(2) from None
+        app(_debug_first(sys.argv[1:]), prog_name="qkvshare")
+    except Exception as error:
+        is_told = isinstance(error, QKVShareError | OSError)
+        terminal.error(error, None if is_told else f"{type(error).__name__}: {error} (--debug shows where)")
+        raise SystemExit(2 if is_told else 1) from None

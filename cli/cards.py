@@ -15,6 +15,7 @@ from ..card import Card
 from ..errors import CardError, CardNotFoundError, RevokedError
 from ..folders import default_store_dir
 from ..store import CardStore
+from .lines import plain_name
 from .terminal import Terminal, format_bytes, make_table, one_line
 
 app = typer.Typer(
@@ -130,7 +131,8 @@ def import_one(
 ) -> None:
     """Take a card from a file, once all of it is verified."""
     terminal = Terminal()
-    card = import_card(CardStore(store or default_store_dir()), file, name, replace=force)
+    wanted = None if name is None else plain_name(name)
+    card = import_card(CardStore(store or default_store_dir()), file, wanted, replace=force)
     terminal.line(f"{one_line(card.name)}: {card.num_tokens} tokens, by {one_line(card.agent)}")
 
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .. import CardStore, QKVShareError, SharedKVCacheManager
+from .. import CardStore, SharedKVCacheManager
+from ..errors import typed_error
 from ..folders import default_cache_dir, default_store_dir
 from ..spec import PRESETS
 from . import options
-from .commands import EndOfChat, ask, load, obey, save
+from .commands import EndOfChat, ask, completions, load, obey, save
 from .conversation import ChatSettings, Conversation
 from .interrupts import ends_by_signal
-from .lines import LineReader, clean
+from .lines import LineReader, Typed, clean, plain_name
 from .team import Team
 from .terminal import Terminal, format_bytes
 
@@ -54,7 +56,7 @@ def talk(conversation: Conversation, reader: LineReader) -> None:
     terminal, is_leaving = conversation.terminal, False
     while True:
         try:
-            line = reader.read(conversation.prompt)
+            typed = reader.read(conversation.prompt)
             is_leaving = False
         except KeyboardInterrupt:
             if not reader.is_interactive:
@@ -65,30 +67,33 @@ def talk(conversation: Conversation, reader: LineReader) -> None:
             terminal.note("(Ctrl-D or Ctrl-C again ends the chat)")
             is_leaving = True
             continue
-        if line is None:
+        if typed is None:
             if reader.is_interactive:
                 terminal.err.print()  # the shell's prompt starts on a line of its own
             return
-        if line.strip():
+        if typed.text.strip():
             try:
-                _do(conversation, line)
+                _do(conversation, typed)
             except EndOfChat:
                 return
             except KeyboardInterrupt:  # Ctrl-C twice, at work that ends all or nothing
                 terminal.note("(stopped)")
-            except (QKVShareError, OSError) as error:
-                if isinstance(error, BrokenPipeError):
-                    raise
-                terminal.error(error, conversation.advice(error))
+            except BrokenPipeError:  # nobody reads any more
+                raise
+            except Exception as error:  # whatever it is, it ends what was asked for, and not the conversation
+                found = error if isinstance(error, OSError) else typed_error(error, f"[{typed.text.split()[0]}]")
+                terminal.error(error, conversation.advice(found))
 
 
-def _do(conversation: Conversation, line: str) -> None:
-    if not line.startswith("/"):
-        ask(conversation, line)
-    elif line.startswith("//"):
-        ask(conversation, line[1:])
+def _do(conversation: Conversation, typed: Typed) -> None:
+    """A command is one line that begins with one slash."""
+    text = typed.text
+    if not typed.is_line or not text.startswith("/"):
+        ask(conversation, text)
+    elif text.startswith("//"):
+        ask(conversation, text[1:])
     else:
-        obey(conversation, line.strip())
+        obey(conversation, text.strip())
 
 
 def chat(
@@ -132,8 +137,12 @@ def chat(
         store=store or default_store_dir(),
     )
     quant, budget_bytes = options.quant_spec(bits, k_bits, v_bits, group_size, preset), options.parse_bytes(budget)
-    if save_as is not None or resume is not None:
-        CardStore(settings.store)  # a folder that cannot be used is told before anything is said
+    if save_as is not None or resume is not None:  # what cannot be used is told before anything is said
+        kept = CardStore(settings.store)
+        if save_as is not None:
+            plain_name(save_as)
+        if resume is not None:
+            kept.inspect(plain_name(resume))
     loaded = options.load_model(model, cache_dir, terminal)
     manager = SharedKVCacheManager(loaded.spec, quant, budget_bytes=budget_bytes, allow_unsafe=unsafe)
     conversation = Conversation(members, loaded, manager, settings, terminal, is_parallel=parallel)
@@ -141,7 +150,8 @@ def chat(
         if resume is not None:
             load(conversation, resume)
         terminal.note(banner(conversation, loaded, model))
-        with contextlib.closing(LineReader(terminal, default_cache_dir() / "history")) as reader:
+        complete = functools.partial(completions, conversation)
+        with contextlib.closing(LineReader(terminal, default_cache_dir() / "history", complete)) as reader:
             try:
                 talk(conversation, reader)
             finally:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .. import HandoffRecord, Message
+from .. import CardStore, HandoffRecord, Message
 from ..errors import InvalidValueError
 from .conversation import Conversation
-from .document import read_document, typed_path
+from .document import paths_from, read_document, typed_path
 from .terminal import Terminal, cut_to, format_seconds, padded
 from .turn import Turn, ending, status
 
@@ -59,6 +59,19 @@ def obey(conversation: Conversation, line: str) -> None:
     found.run(conversation, argument)
 
 
+def completions(conversation: Conversation, line: str, word: str) -> list[str]:
+    """What `word`, the last one of the `line` so far, may become: a command, an agent, a path, a kept conversation."""
+    name, _, argument = line.partition(" ")
+    if not line.startswith("/") or line.startswith("//"):
+        return []
+    if not argument and not line.endswith(" "):
+        return [it for it in sorted(COMMANDS) if it.startswith(word)]
+    if name == _file.name:
+        return paths_from(word)
+    names = CardStore(conversation.settings.store).names() if name in (_load.name, _save.name) else conversation.agents
+    return [it for it in names if it.startswith(word)]
+
+
 def ask(conversation: Conversation, text: str) -> None:
     """Let the current agent, or everybody, answer `text`, and say what it took."""
     turns = conversation.answer(text)
@@ -95,6 +108,16 @@ def _to(conversation: Conversation, name: str) -> None:
     else:
         conversation.terminal.note(f"({name} is speaking)")
     return None
+
+
+@command("/next [TEXT]", "the next of the team takes over by reference, and answers TEXT or its own request")
+def _next(conversation: Conversation, text: str) -> None:
+    name = conversation.next_name()
+    record = conversation.switch(name, keeps_branch=False)
+    if record is not None:
+        _show_handoff(conversation.terminal, record)
+    if request := text or conversation.agents[name].request:
+        ask(conversation, request)
 
 
 @command("/all [TEXT]", "every agent answers: TEXT, or all that you say until /to NAME")
@@ -202,7 +225,9 @@ def save(conversation: Conversation, name: str) -> None:
     except KeyboardInterrupt:
         conversation.terminal.note("(stopped; what was kept before is whole)")
         return
-    conversation.terminal.note(f"(saved {name!r}: {card.num_tokens} tokens)")
+    left = conversation.other_branches()
+    what = f"; only this branch, not that of {', '.join(left)}" if left else ""
+    conversation.terminal.note(f"(saved {name!r}: {card.num_tokens} tokens{what})")
 
 
 @command("/load NAME", "go on with what was kept")
@@ -215,11 +240,14 @@ def _load(conversation: Conversation, name: str) -> None:
 
 def load(conversation: Conversation, name: str) -> None:
     """Go on with the conversation kept under `name`, and say where it came from."""
-    restored = conversation.load(name)
-    if restored.rebuilt_because is not None:
+    restored, author = conversation.load(name)
+    if restored.rebuilt_because is not None and restored.computed_tokens:
         conversation.terminal.note(
-            f"({restored.computed_tokens} tokens are computed again: {restored.rebuilt_because})"
+            f"({restored.computed_tokens} tokens were computed again: what was kept does not fit here: "
+            f"{restored.rebuilt_because})"
         )
+    if author is not None:
+        conversation.terminal.note(f"(kept by {author}, who is not here; --team or --agent brings the agents back)")
     conversation.terminal.note(f"({name!r}: {conversation.current.num_tokens} tokens; {conversation.who})")
 
 
@@ -239,7 +267,7 @@ def _help(conversation: Conversation, _: str) -> None:
     conversation.terminal.line(
         "Below a reply: bytes held once, and what a full-precision cache for each agent would hold."
     )
-    conversation.terminal.line("Ctrl-C stops a reply, Ctrl-D ends the chat.")
+    conversation.terminal.line("Ctrl-C stops a reply, Ctrl-D ends the chat; Tab completes commands, agents and paths.")
 
 
 @command("/quit", "end the chat", "/exit", "/bye")

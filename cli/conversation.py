@@ -26,8 +26,9 @@ from ..errors import AccessError, ContextLimitError, InvalidValueError
 from ..policy import PUBLIC
 from .document import Document
 from .interrupts import Interrupts, shown_prefill
+from .lines import plain_name
 from .round import Voice, take_round
-from .team import AgentSpec, Team
+from .team import EVERYBODY, AgentSpec, Team, agent_name
 from .terminal import Terminal, format_bytes
 from .turn import Turn, Usage, advice, describe_limits, take_turn
 
@@ -79,10 +80,10 @@ class Conversation:
         self.max_context, self.max_tokens = describe_limits(model, settings.max_context, settings.max_tokens)
         self.settings, self.manager, self.terminal = settings, manager, terminal
         self.coordinator = HandoffCoordinator(manager)
-        self.agents = {agent.name: agent for agent in team.agents}
+        self.agents, self._order = {agent.name: agent for agent in team.agents}, team.names
         self._model, self._system = model, settings.system or team.system
         self.sessions = {name: self._session(agent) for name, agent in self.agents.items()}
-        self._floor = AgentSession("floor", model, manager, max_context_tokens=self.max_context)
+        self._floor = AgentSession(EVERYBODY, model, manager, max_context_tokens=self.max_context)
         self._voices: dict[str, AgentSession] = {}
         self._lengths: dict[str, int] = {}  # tokens that a cache of its own would hold, for every agent that spoke
         self.current = self._floor if is_parallel else next(iter(self.sessions.values()))
@@ -113,7 +114,7 @@ class Conversation:
 
     @property
     def prompt(self) -> str:
-        return "all" if self.is_for_all else self.current.name
+        return self.current.name
 
     @property
     def who(self) -> str:
@@ -122,7 +123,9 @@ class Conversation:
     def limit(self, name: str) -> int:
         """Tokens of agent `name`'s longest reply."""
         own = self.agents[name].max_tokens if name in self.agents else None
-        return self.max_tokens if own is None or self.settings.max_tokens is not None else own
+        if own is None or self.settings.max_tokens is not None:
+            return self.max_tokens
+        return min(own, max(1, self.max_context // 2))  # as the limit that holds where nobody says one
 
     def find(self, name: str) -> AgentSession:
         session = self.sessions.get(name)
@@ -133,6 +136,11 @@ class Conversation:
     def switch(self, name: str, *, keeps_branch: bool = True) -> HandoffRecord | None:
         """Let agent `name` speak: on its own branch if it has one, else it takes over what was said, by reference."""
         return self._pass_to(self.find(name), keeps_branch=keeps_branch)
+
+    def next_name(self) -> str:
+        """Who comes next in the team's order; the first one after everybody, and after a fork."""
+        at = self._order.index(self.current.name) + 1 if self.current.name in self._order else 0
+        return self._order[at % len(self._order)]
 
     def switch_to_all(self) -> HandoffRecord | None:
         """Let every agent answer from here on."""
@@ -156,6 +164,8 @@ class Conversation:
     def hand_over(self, sender: str, receiver: str) -> HandoffRecord:
         """Give what `sender` holds to `receiver`, in place of its own; if `sender` was speaking, it is silent now."""
         giving, taking = self.find(sender), self.find(receiver)
+        if giving is taking:
+            raise InvalidValueError(f"expected two agents, got {sender} twice")
         if not giving.messages and not giving.num_tokens:
             raise InvalidValueError(f"{sender} holds no conversation; /agents shows who does")
         record = self._hand_over(giving, taking)
@@ -165,6 +175,7 @@ class Conversation:
 
     def fork(self, name: str) -> None:
         """Go on as a new agent `name`, a twin of the one who speaks, which keeps its own branch."""
+        name = agent_name(name)
         if name in self.sessions:
             raise InvalidValueError(f"expected a new name, got {name!r}; there are: {', '.join(self.sessions)}")
         source = self.agents.get(self.current.name)
@@ -193,19 +204,25 @@ class Conversation:
         for turn in turns:
             if turn.error is not None:
                 who = f"{turn.agent}: " if self.is_for_all else ""
-                self.terminal.error(turn.error, f"{who}{self.advice(turn.error)}")
+                self.terminal.error(turn.error, f"{who}{self.advice(turn.error, turn.agent)}")
         return turns
 
-    def advice(self, error: BaseException) -> str:
-        return advice(error, self.max_tokens, self.settings.start_over)
+    def advice(self, error: BaseException, name: str | None = None) -> str:
+        """What to show of an error of agent `name`'s, or of the one who speaks."""
+        return advice(error, self.limit(name or self.current.name), self.settings.start_over)
 
     def _one(self, text: str, interrupts: Interrupts, is_labelled: bool) -> Turn:
         agent = self.agents[self.current.name]
         colour = agent.colour if is_labelled else None
         turn = take_turn(self.current, text, self.limit(agent.name), self.terminal, interrupts, colour)
         if turn.num_tokens:
-            self._lengths[agent.name] = self.current.num_tokens
+            self._note_length()
         return turn
+
+    def _note_length(self) -> None:
+        """A cache of the current agent's own would now hold this."""
+        if not self.is_for_all:
+            self._lengths[self.current.name] = self.current.num_tokens
 
     def _everybody(self, text: str, interrupts: Interrupts) -> list[Turn]:
         # Sessions of their own, so that branches stay as they are.
@@ -234,13 +251,19 @@ class Conversation:
             shown_prefill(self.terminal, interrupts, f"{document.name}: prefill") as prefilled,
         ):
             report = session.say(document.message, progress=prefilled)
-            session.seal()
+            try:
+                session.seal()
+            except BaseException:  # Ctrl-C twice, or no room for it
+                session.take_back()
+                raise
+        self._note_length()
         return Reading(document.name, report.computed_tokens, session.num_tokens, time.perf_counter() - started)
 
     def _require_room(self, document: Document) -> None:
         needed, unit = len(document.text), "characters"
         if needed <= _MOST_CHARACTERS_PER_TOKEN * self.max_context:  # beyond it tokens need not be counted
-            needed, unit = len(self.current.wanted_tokens(document.message)) + self.max_tokens, "positions"
+            needed, unit = len(self.current.wanted_tokens(document.message)), "positions"
+            needed += self.limit(self.current.name)
             if needed <= self.max_context:
                 return
         raise ContextLimitError(
@@ -249,7 +272,14 @@ class Conversation:
 
     def take_back(self, num_turns: int) -> int:
         """Forget the last questions, documents included, and their answers; the number of tokens forgotten."""
-        return self.current.take_back(num_turns)
+        said = sum(message.role == "user" for message in self.current.messages)
+        if num_turns > said:
+            what = f"expected 1..{said} of what was said, got {num_turns}"
+            raise InvalidValueError(what if said else "there is nothing to take back: nothing was said yet")
+        forgotten = self.current.take_back(num_turns)
+        if self.current.name in self._lengths:
+            self._note_length()
+        return forgotten
 
     def restart(self) -> None:
         """Forget all that was said."""
@@ -263,10 +293,17 @@ class Conversation:
     def save(self, name: str) -> Card:
         """Keep the conversation under `name`. The first Ctrl-C waits until the card is whole."""
         with Interrupts():
-            return self.manager.save_card(CardStore(self.settings.store), name, self.current)
+            return self.manager.save_card(CardStore(self.settings.store), plain_name(name), self.current)
 
-    def load(self, name: str) -> Restored:
-        """Go on with a kept conversation, in place of the present one; as the agent who spoke, if it is in the team."""
+    def other_branches(self) -> list[str]:
+        """Agents that hold something else than the one who speaks."""
+        return [name for name, it in self.sessions.items() if it is not self.current and (it.messages or it.num_tokens)]
+
+    def load(self, name: str) -> tuple[Restored, str | None]:
+        """Go on with a kept conversation, in place of the present one; as the agent who spoke, if it is in the team.
+
+        Its name comes along if it is not.
+        """
         store = CardStore(self.settings.store)
         author = store.inspect(name).agent
         receiver = self.current if self.is_for_all else self.sessions.get(author, self.current)
@@ -276,8 +313,9 @@ class Conversation:
             if receiver is not self.current:
                 self.current.reset()
                 self.current = receiver
-        self._lengths = {receiver.name: receiver.num_tokens} if receiver is not self._floor else {}
-        return restored
+        self._lengths = {}
+        self._note_length()
+        return restored, None if author in (*self.sessions, EVERYBODY) else author
 
     # --- figures -----------------------------------------------------------------------------------
 

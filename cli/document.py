@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -34,20 +35,40 @@ class Document(NamedTuple):
 
 def typed_path(text: str) -> Path:
     """A path as people type it, or drop it on a terminal: with ~, quotes or backslashes in front of spaces."""
-    path = Path(text).expanduser()
-    if path.exists():
+    path = _at_home(text)
+    if os.path.exists(path):  # False, too, where the name is too long for one
         return path
     try:
         words = shlex.split(text)
     except ValueError:
         return path
-    return Path(words[0]).expanduser() if len(words) == 1 else path
+    return _at_home(words[0]) if len(words) == 1 else path
+
+
+def _at_home(text: str) -> Path:
+    return Path(os.path.expanduser(text))  # what has no such home stays as it is
+
+
+def paths_from(beginning: str) -> list[str]:
+    """The paths that `beginning` may become, those of folders with a slash behind them."""
+    folder, _, name = beginning.rpartition("/")
+    try:
+        found = sorted(_at_home(f"{folder}/" if beginning.startswith("/") or folder else ".").iterdir())
+    except OSError:
+        return []
+    hides = not name.startswith(".")
+    front = beginning[: len(beginning) - len(name)]
+    return [
+        f"{front}{path.name}{'/' if path.is_dir() else ''}"
+        for path in found
+        if path.name.startswith(name) and not (hides and path.name.startswith("."))
+    ]
 
 
 def read_document(path: Path) -> Document:
     """A text file. Raises `InvalidValueError` where it is missing, of another kind, or far too long."""
     try:
-        if path.exists() and not path.is_file():
+        if os.path.exists(path) and not path.is_file():
             kind = "a folder" if path.is_dir() else "something else"
             raise InvalidValueError(f"[file {path}] expected a text file, got {kind}")
         with open(path, "rb") as file:
@@ -75,4 +96,6 @@ def _document(name: str, raw: bytes) -> Document:
     text, count = clean(raw.decode("utf-8", "surrogateescape").removeprefix("\ufeff"))
     if count > len(text) // 3:
         raise InvalidValueError(f"[file {name}] expected UTF-8 text, got {count} bytes that are none")
+    if not text.strip() and name != _STDIN:
+        raise InvalidValueError(f"[file {name}] expected some text, got none")
     return Document(name, text.replace("\r\n", "\n"), count)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
 from .terminal import ProgressLine, Terminal
 
 _Handler = Callable[[int, FrameType | None], None]
+_SECONDS_TO_HEAR = 0.1
 ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -17,7 +20,8 @@ class Terminated(SystemExit):
     """The process was asked to end; its exit code is 128 and the signal's number, as shells count."""
 
     def __init__(self, number: int):
-        super().__init__(128 + number)
+        self.number = 128 + number
+        super().__init__(self.number)
 
 
 @contextlib.contextmanager
@@ -43,6 +47,32 @@ def ends_by_signal() -> Iterator[None]:
 
     with _handling(end, *ENDING):
         yield
+
+
+@contextlib.contextmanager
+def heard_while_waiting() -> Iterator[None]:
+    """Within the block a signal that was not heard is sent again: `input` looks for signals when its wait is broken
+    off, so that one that comes just before the wait would be heard at the next key."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    before, waiting = signal.set_wakeup_fd(writing, warn_on_full_buffer=False), threading.get_ident()
+    is_over = threading.Event()
+
+    def send_again() -> None:
+        while number := os.read(reading, 1):
+            if number[0] in (signal.SIGINT, *ENDING) and not is_over.wait(_SECONDS_TO_HEAR):
+                signal.pthread_kill(waiting, number[0])
+
+    helper = threading.Thread(target=send_again, daemon=True)
+    helper.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        signal.set_wakeup_fd(before)
+        os.close(writing)
+        helper.join()
+        os.close(reading)
 
 
 class Interrupts:

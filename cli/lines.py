@@ -5,14 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import unicodedata
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+from ..errors import InvalidValueError
+from .interrupts import heard_while_waiting
 from .terminal import Terminal, one_line
 
 _BOM = "\ufeff"
 _UNUSABLE = dict.fromkeys([0, *range(0xD800, 0xE000)], "\ufffd")
 _BLOCK = '"""'
 _KEPT_LINES = 1000
+_MOST_CHARACTERS = 128
 
 
 def clean(text: str) -> tuple[str, int]:
@@ -20,13 +26,44 @@ def clean(text: str) -> tuple[str, int]:
     return text.translate(_UNUSABLE), sum(ord(c) in _UNUSABLE for c in text)
 
 
+def plain_name(text: str) -> str:
+    """`text` as a name, in one form. Raises `InvalidValueError` for one that nobody could type, or tell from others."""
+    name = unicodedata.normalize("NFC", text.strip())
+    # Emoji are put together with joiners, which are not printable by themselves.
+    if not 0 < len(name) <= _MOST_CHARACTERS or not name.replace("\u200d", "").isprintable():
+        raise InvalidValueError(f"name: expected 1 to {_MOST_CHARACTERS} printable characters, got {text!r}")
+    return name
+
+
+class Typed(NamedTuple):
+    """A message as it came: one line, or text of more than one, or a block."""
+
+    text: str
+    is_line: bool
+
+
+def _at(complete: Callable[[str, str], Sequence[str]], line: str, word: str, index: int) -> str | None:
+    """As readline asks: the offer of that index, None behind the last one."""
+    try:
+        offers = complete(line, word)
+    except Exception:  # a Tab that cannot be answered is no error
+        return None
+    return offers[index] if index < len(offers) else None
+
+
 class LineReader:
     """Messages from stdin: a line, lines that end in a backslash and the next one, or a block between two of \\"\\"\\".
 
-    With a terminal at both ends `input` gives a prompt, line editing and a history, which `close` writes to `history`.
+    With a terminal at both ends `input` gives a prompt, line editing, what `complete` (line, last word) offers for a
+    Tab, and a history, which `close` writes to `history`.
     """
 
-    def __init__(self, terminal: Terminal, history: Path | None = None):
+    def __init__(
+        self,
+        terminal: Terminal,
+        history: Path | None = None,
+        complete: Callable[[str, str], Sequence[str]] = lambda line, word: (),
+    ):
         self._terminal, self._is_first = terminal, True
         self.is_interactive = sys.stdin is not None and sys.stdin.isatty()
         self._history = history if self.is_interactive else None
@@ -35,21 +72,25 @@ class LineReader:
                 import readline  # input() uses it from here on
 
                 readline.set_history_length(_KEPT_LINES)
+                readline.set_completer_delims(" ")
+                readline.set_completer(lambda word, index: _at(complete, readline.get_line_buffer(), word, index))
+                is_libedit = "libedit" in (readline.__doc__ or "")
+                readline.parse_and_bind("bind ^I rl_complete" if is_libedit else "tab: complete")
                 if history is not None:
                     with contextlib.suppress(OSError, UnicodeError):  # none yet, or another library's
                         readline.read_history_file(history)
 
-    def read(self, prompt: str) -> str | None:
+    def read(self, prompt: str) -> Typed | None:
         """The next message, or None at the end of input."""
         line = self._line(prompt)
         if line is None:
             return None
         if line.lstrip().startswith(_BLOCK):
-            return self._block(line.lstrip().removeprefix(_BLOCK))
+            return Typed(self._block(line.lstrip().removeprefix(_BLOCK)), is_line=False)
         while line.endswith("\\"):
             more = self._line("...")
             line = f"{line[:-1]}\n{more}" if more is not None else line[:-1]
-        return line
+        return Typed(line, is_line="\n" not in line)
 
     def _block(self, line: str) -> str:
         lines = [line]
@@ -79,7 +120,8 @@ class LineReader:
         if not sys.stdout.isatty():  # stdout holds replies only
             self._terminal.err.out(prompt, end="", highlight=False)
             prompt = ""
-        return input(prompt)
+        with heard_while_waiting():
+            return input(prompt)
 
     def _piped(self) -> str:
         # A pipe is UTF-8 whatever the locale says; what is not stays visible as surrogates for `clean`.

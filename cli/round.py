@@ -30,7 +30,7 @@ def take_round(
     What an agent adds is its role and its reply, which joins the floor before the next message. What fails while the
     floor hears is raised, and all is as it was; what fails later is in the turns.
     """
-    before, started = list(floor.messages), time.perf_counter()
+    before, started = len(floor.messages), time.perf_counter()
     replies: list[str] = []
     try:
         _hear(floor, text, terminal, interrupts)
@@ -52,8 +52,8 @@ def take_round(
     finally:
         if replies:
             floor.messages.append(Message("assistant", "\n\n".join(replies), domain=floor.access.writes))
-        else:
-            floor.messages = before
+        elif len(floor.messages) > before:
+            floor.take_back()
         for session, _, _ in voices:
             session.reset()  # the floor has it all; their own tails would only take room
 

@@ -18,9 +18,9 @@ from ..folders import default_store_dir
 from . import options
 from .commands import save, show_status
 from .conversation import ChatSettings, Conversation, Reading
-from .document import Document, read_document, read_pipe
-from .interrupts import ends_by_signal
-from .lines import clean
+from .document import Document, read_document, read_pipe, typed_path
+from .interrupts import Terminated, ends_by_signal
+from .lines import clean, plain_name
 from .team import AgentSpec, Team
 from .terminal import Terminal, format_seconds
 from .turn import Turn
@@ -54,8 +54,13 @@ class Run:
             _note_replaced(document, terminal)
             try:
                 read = self.conversation.add(document)
-            except (ContextLimitError, BudgetExceededError) as error:
-                return self._fail(error, WRONG_INPUT)
+            except KeyboardInterrupt:
+                terminal.note("(stopped)")
+                self.error = "interrupted"
+                return INTERRUPTED
+            except QKVShareError as error:
+                is_input = isinstance(error, ContextLimitError | BudgetExceededError)
+                return self._fail(error, WRONG_INPUT if is_input else FAILED)
             self.readings.append(read)
             terminal.note(f"({read.name}: {read.computed_tokens} tokens read in {format_seconds(read.seconds)})")
         return DONE
@@ -122,7 +127,7 @@ def _note_replaced(document: Document, terminal: Terminal) -> None:
 
 def _inputs(task: str | None, files: list[Path], terminal: Terminal) -> tuple[str, list[Document]]:
     """The task and the documents. What comes through a pipe is a document, or the task where there is none."""
-    documents = [read_document(path) for path in files]
+    documents = [read_document(typed_path(str(path))) for path in files]
     piped = read_pipe()
     if piped is not None and task is not None:
         documents.append(piped)
@@ -181,8 +186,9 @@ def run(
     what, documents = _inputs(task, file or [], terminal)
     if as_json:
         terminal.silence()
-    if save_as is not None:
-        CardStore(settings.store)  # a folder that cannot be used is told before any work
+    if save_as is not None:  # what cannot be used is told before any work
+        CardStore(settings.store)
+        plain_name(save_as)
     loaded = options.load_model(model, cache_dir, terminal)
     manager = SharedKVCacheManager(loaded.spec, quant, budget_bytes=budget_bytes, allow_unsafe=unsafe)
     conversation = Conversation(members, loaded, manager, settings, terminal)
@@ -190,6 +196,9 @@ def run(
         work, code = Run(conversation, members), None
         try:
             code = work.read(documents) or work.work(what, rounds)
+        except Terminated as ended:
+            work.error, code = "terminated", ended.number
+            raise
         finally:
             if save_as is not None:
                 code = work.save(save_as) or code

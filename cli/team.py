@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -13,19 +14,27 @@ from typing import Any
 from .. import Access, Sampling
 from ..errors import InvalidValueError
 from ..policy import TEAM, TEAM_ACCESS
-from .lines import clean
-from .terminal import one_line
+from .lines import clean, plain_name
 
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red", "white")
 READY_TEAMS = ("plan-write-review", "debate", "code-review")
+EVERYBODY = "all"  # what the chat calls all agents at once
 _SAMPLING = tuple(field.name for field in dataclasses.fields(Sampling))
+
+
+def agent_name(text: str) -> str:
+    """`text` as an agent's name, in one form. Raises `InvalidValueError`."""
+    name = plain_name(text)
+    if name == EVERYBODY:
+        raise InvalidValueError(f"name: expected another than {EVERYBODY!r}, which is all agents at once")
+    return name
 
 
 @dataclass(frozen=True)
 class AgentSpec:
     """One agent. `sampling` holds what it sets of its own, by the names of `Sampling`.
 
-    `request` is what it is asked when its turn comes in `qkvshare run`.
+    `request` is what it is asked when its turn comes in `qkvshare run`, or at /next in a chat.
     """
 
     name: str
@@ -43,7 +52,10 @@ class AgentSpec:
         name, _, role = (part.strip() for part in clean(text)[0].partition(":"))
         if not name:
             raise InvalidValueError(f"--agent: expected NAME or NAME:ROLE, got {text!r}")
-        return cls(name, role or None, colour=colour)
+        try:
+            return cls(agent_name(name), role or None, colour=colour)
+        except InvalidValueError as error:
+            raise InvalidValueError(f"--agent: {error}") from None
 
     def sampling_with(self, asked: Mapping[str, Any]) -> Sampling:
         """What the command was `asked` for wins over the agent's own."""
@@ -91,7 +103,7 @@ def find_team(name: str) -> Team:
     if name in READY_TEAMS:
         return parse_team(ready_text(name), name)
     try:
-        text = Path(name).read_bytes().decode("utf-8")
+        text = Path(os.path.expanduser(name)).read_bytes().decode("utf-8")
     except (OSError, ValueError) as error:
         ready = ", ".join(READY_TEAMS)
         raise InvalidValueError(f"[team {name}] expected a TOML file or one of {ready}: {_reason(error)}") from None
@@ -121,9 +133,10 @@ def parse_team(text: str, where: str) -> Team:
 
 def _parse_agent(table: Any, where: str, index: int) -> AgentSpec:
     keys = _Keys(table, where, f"agent {index + 1}, ")
-    name = keys.text("name")
-    if not name or name != one_line(name):
-        raise keys.error("name", "a name in one line", table.get("name"))
+    try:
+        name = agent_name(keys.text("name") or "")
+    except InvalidValueError as error:
+        raise InvalidValueError(f"[team {where}] {keys.place}{error}") from None
     keys.place = f"agent {name!r}, "
     numbers = {"seed": keys.whole, "top_k": keys.whole}
     sampling: dict[str, Any] = {key: numbers.get(key, keys.number)(key) for key in _SAMPLING if key in table}
@@ -211,7 +224,7 @@ class _Keys:
     def tables(self, key: str) -> list[Any]:
         value = self._get(key, list, f"[[{key}]] tables")
         if not value:
-            raise self.error(key, f"one [[{key}]] or more", value)
+            raise self.error(key, f"one [[{key}]] or more", value or [])
         return value
 
     def refuse_others(self) -> None:

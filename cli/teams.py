@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -23,12 +24,14 @@ def init(
     """Write a team file to edit; without --from it is the one that explains every key."""
     if source not in READY_TEAMS:
         raise InvalidValueError(f"--from: expected one of {', '.join(READY_TEAMS)}, got {source!r}")
+    if file.is_dir():
+        raise InvalidValueError(f"[team init] {file}: expected the name of a file, got a folder")
     try:
         with open(file, "w" if force else "x", encoding="utf-8") as out:
             out.write(ready_text(source))
     except FileExistsError:
         raise InvalidValueError(f"[team init] {file}: expected no file, got one; --force overwrites it") from None
-    Terminal().note(f"wrote {file}; qkvshare chat --team {file}")
+    Terminal().note(f"wrote {file}; qkvshare chat --team {shlex.quote(str(file))}")
 
 
 @app.command(name="list")

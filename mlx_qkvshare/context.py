@@ -417,6 +417,17 @@ class TokenContext:
             self._tail_domains = frozenset()
             self._prefix.truncate(target)
 
+    def _shrink(self) -> None:
+        """Give back the room that the tail does not need any more."""
+        rows = tail_capacity(len(self._tail_ids)) if self._tail_ids else 0
+        if all(cache.capacity <= rows for cache in self._leaves):
+            return
+        for cache in self._leaves:
+            cache.shrink(rows)
+        mx.eval([cache.state for cache in self._leaves])
+        mx.clear_cache()
+        self._prefix.trim_tail(rows)
+
     # --- one call at a time, all or nothing --------------------------------------------------------
 
     def close(self) -> None:

@@ -264,13 +264,25 @@ class LayerCache:
 
     @property
     def capacity(self) -> int:
-        """Rows that fit the private tail's buffers."""
+        """Tokens that fit the private tail's buffers."""
+        return self._buffer_rows
+
+    @property
+    def _buffer_rows(self) -> int:
         return 0 if self.keys is None or self.values is None else min(self.keys.shape[2], self.values.shape[2])
 
     def grow(self, num_rows: int) -> None:
         """Make room for `num_rows` rows, keeping the valid ones (lazy). Raises `BudgetExceededError` before it."""
         self.prefix.reserve_tail(num_rows)
         self._replace_buffers(self.tail_rows, num_rows)
+
+    def shrink(self, num_rows: int) -> None:
+        """Room for no more than `num_rows` rows, which hold the tail (lazy)."""
+        rows = max(self.spec.tail_rows(num_rows), self.tail_rows)
+        if rows == 0:
+            self.keys = self.values = None
+        elif rows < self._buffer_rows:
+            self._replace_buffers(self.tail_rows, rows)
 
     def _replace_buffers(self, kept: int, num_rows: int) -> None:
         """New buffers of `num_rows` rows that begin with the last `kept` ones."""
@@ -390,10 +402,6 @@ class WindowLayerCache(LayerCache):
 
     def holds(self, tail_tokens: int) -> bool:
         return self._buffer_rows >= tail_tokens - self._dropped
-
-    @property
-    def _buffer_rows(self) -> int:
-        return super().capacity
 
     @property
     def capacity(self) -> int:

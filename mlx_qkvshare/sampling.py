@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -29,7 +30,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         checks = {
-            "temperature": (self.temperature >= 0, ">= 0"),
+            "temperature": (0 <= self.temperature < math.inf, ">= 0 and finite"),
             "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
             "top_k": (self.top_k >= 0, ">= 0"),
             "min_p": (0 <= self.min_p <= 1, "in [0, 1]"),

@@ -145,6 +145,7 @@ class AgentSession(TokenContext):
         self._base_tokens = 0  # tokens in front of the conversation that came as ids, not as messages
         self._hops = 0  # handoffs that the context came through
         self._num_unanswered = 0  # messages that a failed turn takes back
+        self._num_said = 0  # tokens in front of the message that is being said
 
     def __enter__(self) -> AgentSession:
         return self
@@ -312,7 +313,9 @@ class AgentSession(TokenContext):
             ids = None if turn.is_cut or turn.is_holding_back else tuple(turn.token_ids)
             self.messages.append(Message("assistant", turn.text, self.name, ids, self.access.writes))
         else:  # failed before the first token: a retry finds the conversation as it was
-            del self.messages[len(self.messages) - self._num_unanswered :]
+            if self._num_unanswered:
+                del self.messages[len(self.messages) - self._num_unanswered :]
+                self._unsay()
             self._role_is_due = self._role_was_due
 
     # --- the conversation --------------------------------------------------------------------------
@@ -331,8 +334,19 @@ class AgentSession(TokenContext):
     def _saying(self, text: str, progress: Progress | None, **room: Any) -> Prefilling:
         added, wanted = self._with_message(text)
         domains = frozenset(message.domain for message in self.messages)
-        yield from self._prefilling(wanted, progress, domains=domains, **room)
+        self._num_said = common_prefix(self.token_ids, wanted)
+        try:
+            yield from self._prefilling(wanted, progress, domains=domains, **room)
+        except BaseException:
+            self._unsay()
+            raise
         self.messages, self._num_unanswered, self._role_is_due = [*self.messages, *added], len(added), False
+
+    def _unsay(self) -> None:
+        """Hold no token of a message that was not said in the end, nor room for it."""
+        self._roll_back()
+        self._rewind(max(0, self.num_tokens - self._num_said))
+        self._shrink()
 
     def _with_message(self, text: str) -> tuple[list[Message], list[int]]:
         """The messages that `text` adds, and the tokens of the whole conversation with them."""

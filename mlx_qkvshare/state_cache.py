@@ -66,6 +66,10 @@ def state_class() -> Any:
             self.prefix.reserve_tail(num_rows)
             self._is_budgeted = True
 
+        def shrink(self, num_rows: int) -> None:
+            """A state has one size; none of its own is needed where there is no tail."""
+            self._is_budgeted &= num_rows > 0
+
         def commit(self, tail_tokens: int) -> None:
             self._committed, self._committed_tokens = list(self.cache), tail_tokens
             self.tail_tokens = tail_tokens

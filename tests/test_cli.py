@@ -10,11 +10,10 @@ import pytest
 from cli_run import COMMAND, Result, force_replies, run, save_tiny
 from test_windows import SLIDING
 
-from mlx_qkvshare.cli import demo
+from mlx_qkvshare.cli import app, demo
 from mlx_qkvshare.cli.lines import clean
 from mlx_qkvshare.cli.options import parse_bytes, quant_spec
 from mlx_qkvshare.cli.terminal import harmless
-from mlx_qkvshare.errors import InvalidValueError
 
 MARKUP = "[/INST] [bold]b[/bold] [red]x[/red] a[0] [/] :smile:"
 
@@ -56,16 +55,26 @@ def test_an_error_is_one_line_and_code_2(
     assert result.err.count("error: ") == 1
 
 
-def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InvalidValueError):
-        _raising(monkeypatch, "--debug", "chat", "--bits", "7")
-
-
-def _raising(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
-    from mlx_qkvshare.cli import app
-
+@pytest.mark.parametrize("arguments", [("--debug", "chat", "--bits", "7"), ("chat", "--bits", "7", "--debug")])
+def test_debug_shows_the_traceback_wherever_it_stands(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, arguments: tuple
+) -> None:
     monkeypatch.setattr("sys.argv", ["qkvshare", *arguments])
-    app.main()
+    with pytest.raises(SystemExit) as ended:
+        app.main()
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and "Traceback (most recent call last)" in said
+    assert said.splitlines()[-1].startswith("error: ")
+    assert run(monkeypatch, "chat", "--bits", "7", "--", "--debug").code == 2
+
+
+def test_what_nobody_foresaw_is_one_line_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise KeyError("oh")
+
+    monkeypatch.setattr("mlx_qkvshare.cli.options.quant_spec", broken)
+    result = run(monkeypatch, "chat")
+    assert (result.code, result.out, result.err) == (1, "", "error: KeyError: 'oh' (--debug shows where)\n")
 
 
 def test_sizes_and_bits() -> None:
@@ -142,9 +151,11 @@ def test_b68_escape_codes_never_reach_the_terminal(monkeypatch: pytest.MonkeyPat
         monkeypatch.delenv("NO_COLOR", raising=False)
     evil = "a\x1b[31mred\x1b]0;title\x07\r\x08\x9b1mb\tc"
     force_replies(monkeypatch, evil)
-    result = run(monkeypatch, "chat", "--model", tiny, "--agent", f"n{evil}", stdin=f"hi\n/agent {evil}\n/{evil}\n")
+    result = run(monkeypatch, "chat", "--model", tiny, "--agent", "n", stdin=f"hi\n/agent {evil}\n/{evil}\n")
     assert result.code == 0
     assert "a␛[31mred␛]0;title␇␍␈\ufffd1mb\tc\n" in result.out
+    refused = run(monkeypatch, "chat", "--model", tiny, "--agent", f"n{evil}")
+    assert refused.code == 2 and "\\x1b[31mred" in refused.err and "\x1b[31mred" not in refused.err
     codes = set(re.findall(r"\x1b.{6}", result.out + result.err))
     assert (len(codes) > 0) == force and not any("[31m" in code or "]0" in code for code in codes)
     assert not set("\x07\x08\x9b") & set(result.out + result.err) and "\r" not in result.out  # progress uses \r

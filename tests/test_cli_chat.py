@@ -11,9 +11,10 @@ import pytest
 from cli_run import force_replies, run, save_tiny
 from tiny import tiny_tokenizer
 
-from mlx_qkvshare import Message
+from mlx_qkvshare import CardStore, Message
 from mlx_qkvshare.chat import ChatFormat
 from mlx_qkvshare.cli import conversation
+from mlx_qkvshare.cli.commands import completions
 from mlx_qkvshare.context import Prefilling
 
 
@@ -134,7 +135,7 @@ def test_a_card_of_other_bits_is_computed_again_and_told(
     force_replies(monkeypatch, "a text", "more")
     assert "(saved 'kept': " in run(monkeypatch, "chat", *options, "--save", "kept", stdin="write\n").err
     result = run(monkeypatch, "chat", *options, "--resume", "kept", "--bits", 4, stdin="/context\nmore\n")
-    assert re.search(r"\(\d+ tokens are computed again: .*quant", result.err), result.err
+    assert re.search(r"\(\d+ tokens were computed again: .*quant", result.err), result.err
     assert "solo        a text" in result.out and "solo: more" in result.out
     lost = run(monkeypatch, "chat", *options, "--resume", "nothing", stdin="")
     assert lost.code == 2 and "expected a card named 'nothing'" in lost.err
@@ -193,6 +194,154 @@ def test_b65_ctrl_c_during_prefill_takes_the_message_back(monkeypatch: pytest.Mo
     result = run(monkeypatch, "chat", "--model", tiny, "--agent", "solo", stdin="lost\nhi\n")
     assert (result.code, result.out) == (0, "solo: ok\n")
     assert "(stopped; the message was taken back)" in result.err
+
+
+class InterruptedHalfWay(conversation.AgentSession):
+    """Ctrl-C comes behind the first chunk of whatever is longer than a hundred tokens."""
+
+    def __init__(self, *args: object, **options: object):
+        super().__init__(*args, **options, prefill_step_tokens=32)
+
+    def _computing(self, token_ids: list[int], progress=None) -> Prefilling:
+        def interrupting(done: int, total: int) -> None:
+            if 0 < done < total and total > 100:
+                os.kill(os.getpid(), signal.SIGINT)
+            if progress:
+                progress(done, total)
+
+        return super()._computing(token_ids, interrupting)
+
+
+@pytest.mark.parametrize("everybody", [(), ("--parallel",)], ids=["one", "all"])
+def test_b65_what_was_taken_back_is_not_saved_nor_counted(
+    monkeypatch: pytest.MonkeyPatch, tiny: Path, tmp_path: Path, everybody: tuple
+) -> None:
+    (tmp_path / "long.txt").write_text("word " * 80)
+    monkeypatch.setattr(conversation, "AgentSession", InterruptedHalfWay)
+    lines = ["hi", "/stats", f"/file {tmp_path}/long.txt", "long " * 80, "/stats", "/save kept"]
+    options = ("--model", tiny, "--agent", "solo", "--max-tokens", 4, "--store", tmp_path / "cards", *everybody)
+    result = run(monkeypatch, "chat", *options, stdin="\n".join(lines))
+    assert result.code == 0 and result.err.count("(stopped; ") == 2, result.err
+    (before, after) = re.findall(r"^context +(\d+) of .*?^bytes in use +(\S+ \S+)", result.out, re.M | re.S)
+    assert int(after[0]) <= int(before[0]) and after[1] <= before[1]
+    card = CardStore(tmp_path / "cards").inspect("kept")
+    assert card.num_tokens <= int(before[0]) and len(card.messages) == 2
+
+
+def test_a_block_or_several_lines_are_text_whatever_they_begin_with(
+    monkeypatch: pytest.MonkeyPatch, tiny: Path
+) -> None:
+    sessions = force_replies(monkeypatch, "x", "x", "x", "x")
+    lines = '"""// a comment\nint x;"""\n"""/help"""\n/usr/bin/x\\\nsecond\n//one\n'
+    result = run(monkeypatch, "chat", "--model", tiny, "--agent", "solo", stdin=lines)
+    assert result.code == 0 and "error" not in result.err
+    said = [message.content for message in sessions[0].messages if message.role == "user"]
+    assert said == ["// a comment\nint x;", "/help", "/usr/bin/x\nsecond", "/one"]
+    assert result.out == "solo: x\n" * 4
+
+
+def test_whatever_a_command_meets_the_chat_goes_on(monkeypatch: pytest.MonkeyPatch, tiny: Path, tmp_path: Path) -> None:
+    force_replies(monkeypatch, "ok")
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("oh")
+
+    monkeypatch.setattr(conversation.Conversation, "stats", broken)
+    (tmp_path / "empty.txt").write_text(" \n")
+    lines = ["/file ~no_such_user/x", f"/file {tmp_path}/empty.txt", f"/file {'x' * 400}", "/stats", "/rewind",
+             "/handoff solo solo", "/fork all", "/fork a\tb", "hi", "/save a\tb"]  # fmt: skip
+    result = run(monkeypatch, "chat", "--model", tiny, "--agent", "solo", stdin="\n".join(lines))
+    errors = [line.removeprefix("error: ") for line in result.err.splitlines() if line.startswith("error: ")]
+    expected = [
+        "[file ~no_such_user/x] expected a file to read: No such file or directory",
+        "[file empty.txt] expected some text, got none",
+        "expected a file to read: File name too long",
+        "[/stats]: RuntimeError: oh",
+        "there is nothing to take back: nothing was said yet",
+        "expected two agents, got solo twice",
+        "name: expected another than 'all', which is all agents at once",
+        "name: expected 1 to 128 printable characters, got 'a\\tb'",
+        "name: expected 1 to 128 printable characters, got 'a\\tb'",
+    ]
+    assert len(errors) == len(expected) and all(map(str.__contains__, errors, expected)), errors
+    assert (result.code, result.out) == (0, "solo: ok\n")
+
+
+def test_tab_offers_commands_agents_paths_and_cards(
+    monkeypatch: pytest.MonkeyPatch, tiny: Path, tmp_path: Path
+) -> None:
+    offered: dict[str, list[str]] = {}
+    lines = ["/he", "/ag", "/to w", "/handoff planner ", "/file ", "/load k", "//x", "hi"]
+
+    def note(talked: conversation.Conversation, _: object) -> None:
+        offered.update((line, completions(talked, line, line.rpartition(" ")[2])) for line in lines)
+
+    (tmp_path / "doc.txt").write_text("x")
+    monkeypatch.chdir(tmp_path)
+    force_replies(monkeypatch, "ok")
+    options = ("--model", tiny, "--store", tmp_path / ".cards")
+    assert run(monkeypatch, "chat", *options, "--save", "kept", stdin="hi\n").code == 0
+    monkeypatch.setattr("mlx_qkvshare.cli.chat.talk", note)
+    assert run(monkeypatch, "chat", *options).code == 0
+    assert list(offered.values()) == [
+        ["/help"], ["/agent", "/agents"], ["writer"], ["planner", "writer"], ["doc.txt"], ["kept"], [], []
+    ]  # fmt: skip
+
+
+def test_next_goes_through_the_team(monkeypatch: pytest.MonkeyPatch, tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "team.toml").write_text(
+        '[[agent]]\nname = "a"\nhands_to = "c"\n[[agent]]\nname = "b"\nhands_to = "a"\n'
+        '[[agent]]\nname = "c"\nhands_to = "b"\nrequest = "Go."\n'
+    )
+    heard: list[str] = []
+    sessions = force_replies(monkeypatch, *"1234", on_token=lambda n: n or heard.append(_last_asked(sessions)))
+    lines = ["hi", "/next", "/next", "ho", "/next say it", "/fork d", "/next", "/agents"]
+    result = run(monkeypatch, "chat", "--model", tiny, "--team", tmp_path / "team.toml", stdin="\n".join(lines))
+    assert result.code == 0 and heard == ["hi", "Go.", "ho", "say it"]
+    assert result.out.startswith("a: 1\nc: 2\nb: 3\na: 4\n") and result.out.endswith("speaking: a\n")
+    assert result.err.count("goes on: ") == 4 and "error" not in result.err
+
+
+def _last_asked(sessions: list) -> str:
+    return max((s for s in sessions), key=lambda s: len(s.messages)).messages[-1].content
+
+
+def test_what_a_cache_of_ones_own_would_hold_follows_files_and_rewinds(
+    monkeypatch: pytest.MonkeyPatch, tiny: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "a.txt").write_text("word " * 60)
+    force_replies(monkeypatch, "ok")
+    lines = ["hi", "/stats", f"/file {tmp_path}/a.txt", "/stats", "/rewind", "/stats"]
+    result = run(monkeypatch, "chat", "--model", tiny, "--agent", "solo", stdin="\n".join(lines))
+    tokens = [int(found) for found in re.findall(r"^context +(\d+) of", result.out, re.M)]
+    apart = [float(found) for found in re.findall(r"^apart, full precision +([\d.]+) KiB", result.out, re.M)]
+    assert tokens[1] > tokens[0] + 60 and tokens[2] <= tokens[0] + 1
+    assert [round(kib / count, 2) for kib, count in zip(apart, tokens, strict=True)] == [2.0] * 3
+
+
+def test_a_kept_conversation_says_who_is_missing_and_which_branches_were_left(
+    monkeypatch: pytest.MonkeyPatch, tiny: Path, tmp_path: Path
+) -> None:
+    store = ("--store", tmp_path)
+    force_replies(monkeypatch, "one", "two")
+    made = run(monkeypatch, "chat", "--model", tiny, "--agent", "judge", *store, stdin="hi\n/fork b\nho\n/save x\n")
+    assert "; only this branch, not that of judge)" in made.err
+    found = run(monkeypatch, "chat", "--model", tiny, *store, "--resume", "x")
+    assert found.code == 0 and "(kept by b, who is not here; --team or --agent brings the agents back)" in found.err
+    for name in ("--resume", "--save"):
+        wrong = run(monkeypatch, "chat", "--model", tmp_path / "no model", *store, name, "a\nb")
+        assert wrong.code == 2 and "name: expected 1 to 128 printable" in wrong.err, "before a model is looked for"
+
+
+def test_a_reply_that_does_not_fit_is_told_by_its_own_limit(
+    monkeypatch: pytest.MonkeyPatch, tiny: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "team.toml").write_text('[[agent]]\nname = "a"\nmax_tokens = 99\n')
+    (tmp_path / "long.txt").write_text("word " * 90)
+    force_replies(monkeypatch, "never")
+    options = ("--model", tiny, "--team", tmp_path / "team.toml", "--max-context", 128)
+    result = run(monkeypatch, "chat", *options, stdin=f"/file {tmp_path}/long.txt\n{'word ' * 90}\n")
+    assert result.err.count("(64 of them for the reply)") == 2, "half of the context, as without a team"
 
 
 # --- what others' chats stumbled over ---------------------------------------------------------------------
@@ -263,7 +412,7 @@ def test_one_seed_and_draws_of_everybodys_own(monkeypatch: pytest.MonkeyPatch, t
     for _ in range(2):
         sessions = force_replies(monkeypatch)
         run(monkeypatch, "chat", "--model", tiny, "--seed", 5, "--temperature", 1, stdin="")
-        seeds.append([session.sampling.seed for session in sessions if session.name != "floor"])
+        seeds.append([session.sampling.seed for session in sessions if session.name != "all"])
     assert seeds[0] == seeds[1] and seeds[0][0] == 5 and len(set(seeds[0])) == 2
 
 

@@ -10,7 +10,7 @@ import pytest
 from cli_run import run
 from rich.console import Console
 
-from mlx_qkvshare.cli.document import typed_path
+from mlx_qkvshare.cli.document import paths_from, typed_path
 from mlx_qkvshare.cli.lines import LineReader
 from mlx_qkvshare.cli.terminal import ProgressLine, Terminal, cut_to, padded
 
@@ -31,7 +31,7 @@ from mlx_qkvshare.cli.terminal import ProgressLine, Terminal, cut_to, padded
 def test_messages_of_several_lines(monkeypatch: pytest.MonkeyPatch, typed: str, heard: list[str]) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed.encode())))
     reader = LineReader(Terminal())
-    assert list(iter(lambda: reader.read("x"), None)) == heard
+    assert [message.text for message in iter(lambda: reader.read("x"), None)] == heard
 
 
 def test_a_path_as_it_is_typed_or_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,6 +45,18 @@ def test_a_path_as_it_is_typed_or_dropped(tmp_path: Path, monkeypatch: pytest.Mo
     ):
         assert typed_path(text) == tmp_path / "my notes.txt"
     assert typed_path("it's not there") == Path("it's not there")
+
+
+def test_paths_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("notes.txt", "north/deep.txt", ".hidden"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert paths_from("no") == ["north/", "notes.txt"] == paths_from("")
+    assert paths_from("~/not") == ["~/notes.txt"] and paths_from("north/") == ["north/deep.txt"]
+    assert paths_from(f"{tmp_path}/nor") == [f"{tmp_path}/north/"] and paths_from(".h") == [".hidden"]
+    assert paths_from("nowhere/x") == [] and "usr/" in [path.removeprefix("/") for path in paths_from("/u")]
 
 
 def test_widths_count_cells() -> None:

@@ -61,7 +61,7 @@ def test_all_agents_answer_each_message_and_hear_each_other(monkeypatch: pytest.
     assert "agents       planner, writer (all at once)" in result.err
     assert re.search(r"^handoffs +4$", result.out, re.MULTILINE)
     assert re.search(r"^bytes copied by handoffs +0$", result.out, re.MULTILINE)
-    assert [(m.role, m.content) for m in made["floor"].messages] == [
+    assert [(m.role, m.content) for m in made["all"].messages] == [
         ("system", "S"),
         ("user", "first"),
         ("assistant", "planner: a plan\n\nwriter: a text\nof two lines"),
@@ -94,7 +94,7 @@ def test_what_goes_wrong_is_told_for_the_agent_that_it_happened_to(monkeypatch: 
     assert (result.code, result.out) == (0, "planner | fine\n")
     (error,) = [line for line in result.err.splitlines() if line.startswith("error")]
     assert error.startswith("error: writer: ") and "out of ink" in error
-    assert made["floor"].messages[-1].content == "planner: fine"
+    assert made["all"].messages[-1].content == "planner: fine"
 
 
 def test_limits_refuse_the_round_and_the_next_goes_on(monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:
@@ -125,7 +125,7 @@ def test_ctrl_c_stops_everybody_and_keeps_what_was_shown(monkeypatch: pytest.Mon
     result = run(monkeypatch, "chat", "--model", tiny, *TWO, "--max-tokens", 900, stdin="hi\n")
     assert result.code == 0 and "(stopped; what was shown is kept)" in result.err
     assert signal.getsignal(signal.SIGINT) is before
-    said = made["floor"].messages[-1].content
+    said = made["all"].messages[-1].content
     assert said.startswith("planner: word") and 10 < said.count("word") < 800
 
 

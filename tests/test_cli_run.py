@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
-from cli_run import force_replies, run, save_tiny
+from cli_run import COMMAND, force_replies, run, save_tiny
 
+from mlx_qkvshare import AgentSession
 from mlx_qkvshare.cli.run import requests
 from mlx_qkvshare.cli.team import parse_team
 
@@ -172,6 +175,42 @@ def test_ctrl_c_ends_the_run_with_130(monkeypatch: pytest.MonkeyPatch, tiny: Pat
     assert (result.code, found["exit_code"], found["error"]) == (130, 130, "interrupted")
     (turn,) = found["turns"]
     assert turn["finish_reason"] == "interrupted" and 0 < len(turn["text"]) < len("one two three four")
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "words"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
+def test_a_signal_while_documents_are_read_is_reported(
+    monkeypatch: pytest.MonkeyPatch, tiny: Path, tmp_path: Path, number: int, code: int, words: str
+) -> None:
+    (tmp_path / "notes.txt").write_text("some words")
+    before = AgentSession._computing
+
+    def computing(self: AgentSession, *args: object) -> object:
+        os.kill(os.getpid(), number)
+        return before(self, *args)
+
+    monkeypatch.setattr(AgentSession, "_computing", computing)
+    result = run(monkeypatch, "run", "sum up", "--file", tmp_path / "notes.txt", "--model", tiny, "--json")
+    found = json.loads(result.out)
+    assert (result.code, found["exit_code"], found["error"], found["documents"]) == (code, code, words, [])
+
+
+def test_a_path_may_begin_at_home(monkeypatch: pytest.MonkeyPatch, tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "n.txt").write_text("notes")
+    (tmp_path / "t.toml").write_text('[[agent]]\nname = "a"\n')
+    monkeypatch.setenv("HOME", str(tmp_path))
+    force_replies(monkeypatch, "ok")
+    result = run(monkeypatch, "run", "go", "--file=~/n.txt", "--team=~/t.toml", "--model", tiny)
+    assert (result.code, result.out) == (0, "ok\n"), result.err
+
+
+@pytest.mark.parametrize("closed", ["<&-", "2>&-", "<&- >&- 2>&-"])
+def test_what_the_shell_closed_is_no_trouble(tiny: Path, tmp_path: Path, closed: str) -> None:
+    command = shlex.join([*COMMAND, "run", "go", "--model", str(tiny), "--max-tokens", "2"])
+    env = os.environ | {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
+    result = subprocess.run(f"{command} {closed}", shell=True, env=env, capture_output=True, timeout=120)
+    assert result.returncode == 0, result.stderr
 
 
 def test_what_a_run_saved_a_chat_goes_on_with(monkeypatch: pytest.MonkeyPatch, tiny: Path, tmp_path: Path) -> None:

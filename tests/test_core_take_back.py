@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mlx.core as mx
+import numpy as np
 import pytest
-from reference import T, assert_warm_is_cold
+from reference import NEXT, T, assert_warm_is_cold, decode
 from tiny import RECURRENT, SLIDING, tiny_loaded
 
 from mlx_qkvshare import AgentSession, HandoffCoordinator, Message, SharedKVCacheManager
@@ -61,6 +63,56 @@ def test_tokens_in_front_of_the_conversation_stay() -> None:
     session.reply("one", max_tokens=3)
     session.take_back()
     assert session.token_ids == list(range(4, 24)) and session.messages == []
+
+
+@pytest.mark.parametrize("is_sealed", [False, True], ids=["private", "sealed"])
+@pytest.mark.parametrize("kind", [{}, SLIDING, RECURRENT], ids=["full", "sliding", "recurrent"])
+def test_a_message_that_is_stopped_leaves_nothing(kind: dict, is_sealed: bool) -> None:
+    model = tiny_loaded(**kind)
+    manager = SharedKVCacheManager(model.spec)
+    session = AgentSession("a", model, manager, role_prompt="R", prefill_step_tokens=16)
+    session.reply("one", max_tokens=5)
+    if is_sealed:
+        session.seal()
+
+    def stop(done: int, total: int) -> None:
+        if done > total // 2:
+            raise KeyboardInterrupt
+
+    def held() -> tuple:
+        return session.num_tokens, list(session.messages), manager.stats().used_bytes
+
+    before, ids = held(), session.token_ids
+    for say in (session.say, lambda *args, **options: list(session.stream(*args, max_tokens=8, **options))):
+        with pytest.raises(KeyboardInterrupt):
+            say("a long text " * 30, progress=stop)
+        assert held()[1] == before[1] and held()[0] <= before[0] and held()[2] <= before[2]
+        assert session.token_ids == ids[: session.num_tokens]
+        manager.check_integrity()
+    # A ring that has moved on, and the state of a tail, may have to be computed again.
+    assert held() == before or (bool(kind) and not is_sealed)
+    undisturbed = AgentSession("a", model, SharedKVCacheManager(model.spec), role_prompt="R", prefill_step_tokens=16)
+    undisturbed.reply("one", max_tokens=5)
+    if is_sealed:
+        undisturbed.seal()
+    assert session.reply("two", max_tokens=5) == undisturbed.reply("two", max_tokens=5)
+    np.testing.assert_allclose(decode(session, NEXT), decode(undisturbed, NEXT), rtol=0, atol=1e-4)
+    with session.fork("b") as fork:
+        assert fork.num_tokens == session.num_tokens
+
+
+def test_a_turn_that_fails_before_its_first_token_leaves_nothing() -> None:
+    def broken(logits: mx.array) -> mx.array:
+        raise ValueError("no")
+
+    session = AgentSession("a", T, SharedKVCacheManager(T.spec), role_prompt="R", sampler=broken)
+    session.say("one")
+    ids, messages, used = session.token_ids, list(session.messages), session.manager.stats().used_bytes
+    with pytest.raises(ValueError, match="no"):
+        session.reply("a long text " * 30, max_tokens=8)
+    # Where the next message begins the prompt for the last answer ended.
+    assert ids[: session.num_tokens] == session.token_ids and session.num_tokens >= len(ids) - 8
+    assert (session.messages, session.manager.stats().used_bytes) == (messages, used)
 
 
 @pytest.mark.parametrize("count", [0, -1, 2])

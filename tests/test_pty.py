@@ -108,6 +108,8 @@ def test_a_conversation_with_every_command(home: Path, tiny: Path) -> None:
             f"{re.escape(WRITER)}> $",
         )
         say(screen, "/agent planner", "planner goes on: .* 0 bytes copied")
+        say(screen, "/next", r"goes on: \d+ tokens by reference, 0 bytes copied", f"{re.escape(WRITER)}> $")
+        say(screen, "/to pl\t", "planner goes on: .* 0 bytes copied")
         shown = say(screen, "/all What now?", reply, "planner> $")
         assert re.search(r"^planner +\| ", shown, re.MULTILINE) and re.search(
             r"^\[/INST\] 作家 \| ", shown, re.MULTILINE
@@ -125,7 +127,7 @@ def test_a_conversation_with_every_command(home: Path, tiny: Path) -> None:
         before = int(re.search(r"(\d+) of", say(screen, "/context", r"\d+ of 2048 tokens")).group(1))
         left = int(re.search(r"(\d+) are", say(screen, "/rewind", r"\d+ tokens taken back, \d+ are left")).group(1))
         assert left < before
-        say(screen, "/rewind 99", r"error: .*expected 1\.\.\d turns, got 99")
+        say(screen, "/rewind 99", r"error: expected 1\.\.\d of what was said, got 99")
         say(screen, "/rewind x", "error: /rewind: expected a whole number")
         shown = say(screen, "/context", r"2048 tokens, \d+ sealed in \d+ segments?; \d+ messages")
         assert "[bold]hi[/] \U0001f469\u200d\U0001f469\u200d\U0001f467 日本" in as_seen(screen.raw)
@@ -133,7 +135,7 @@ def test_a_conversation_with_every_command(home: Path, tiny: Path) -> None:
         say(screen, f"/file {home}/doc.txt", r"\(doc\.txt: \d+ tokens computed in [\d.]+ m?s; the context has \d+\)")
         say(screen, f"/file {home}", "expected a text file, got a folder")
         say(screen, "/stats", r"bytes copied by handoffs +0")
-        say(screen, "/save one", r"\(saved 'one': \d+ tokens\)")
+        say(screen, "/save one", r"\(saved 'one': \d+ tokens; only this branch, not that of twin\)")
         say(screen, "/new", "a new conversation")
         say(screen, "/save two", "nothing was said: nothing is saved")
         say(screen, "/load two", "error: .*expected a card named 'two'")
@@ -167,7 +169,6 @@ def test_b65_ctrl_c_and_ctrl_d(home: Path, endless: Path) -> None:
         screen.wait_for("solo> ")
         screen.type("half a line")
         screen.wait_for("half a line")
-        time.sleep(0.2)  # readline does not see a signal in the moment in which it shows the prompt
         screen.type("\x03")
         screen.wait_for(r"\(Ctrl-D or Ctrl-C again ends the chat\)")
         screen.wait_for("solo> $")
@@ -176,6 +177,7 @@ def test_b65_ctrl_c_and_ctrl_d(home: Path, endless: Path) -> None:
         screen.type("\x03")
         screen.wait_for(r"\(stopped; the file was taken back\)")
         screen.wait_for("solo> $")
+        say(screen, "/context", r"\n0 of \d+ tokens, 0 sealed in 0 segments; 0 messages")
         screen.type("word " * 700 + "\n")  # a terminal takes 4096 characters a line
         screen.wait_for(r"solo: prefill")
         screen.type("\x03")
@@ -210,11 +212,9 @@ def test_b65_ctrl_c_while_saving(home: Path, tiny: Path) -> None:
         screen.wait_for(r"\(stopped; what was kept before is whole\)")
         screen.wait_for("solo> $")
         say(screen, "/load kept", f"'kept': {re.search(r'[0-9]+ tokens', count)[0]}")
-        time.sleep(0.2)
         screen.type("\x03")
         screen.wait_for("again ends the chat")
         screen.wait_for("solo> $")
-        time.sleep(0.2)
         screen.type("\x03")
         assert screen.end() == 0 and screen.is_restored and "Traceback" not in screen.raw
 
@@ -232,11 +232,34 @@ def test_b65_whoever_ends_it_finds_it_saved(home: Path, endless: Path) -> None:
         screen.wait_for(r"\('kept': \d+ tokens; speaking: solo\)")
         screen.wait_for("solo> ")
         say(screen, "/context", "you +hi\r\n +solo +")
-        time.sleep(0.2)
         screen.hang_up()  # at the prompt: somebody closes the window
         screen.process.wait(timeout=20)
     first, again = (CardStore(cache_of(home) / "cards").inspect(name) for name in ("kept", "again"))
     assert first.messages == again.messages and first.token_ids == again.token_ids
+
+
+@pytest.mark.parametrize("typed", ["", "half a li"], ids=["at the prompt", "at a key"])
+def test_b65_sigterm_in_the_moment_of_the_prompt_or_of_a_key_is_heard(home: Path, tiny: Path, typed: str) -> None:
+    for _ in range(3):  # it was lost in most tries, but not in all
+        with on_screen(home, "chat", "--model", tiny, "--agent", "solo", "--save", "kept") as screen:
+            screen.wait_for("solo> ")
+            screen.type(typed)
+            screen.process.send_signal(signal.SIGTERM)
+            assert screen.end(20) == 128 + signal.SIGTERM and screen.is_restored
+
+
+def test_b65_sigterm_while_a_file_is_read(home: Path, endless: Path) -> None:
+    (home / "long.txt").write_text("word " * 8000)
+    with on_screen(home, "chat", "--model", endless, "--agent", "solo", "--max-tokens", 8, "--save", "kept") as screen:
+        screen.wait_for("solo> ")
+        say(screen, "hi", "held once")
+        held = re.search(r"(\d+) of", say(screen, "/context", r"\d+ of \d+ tokens"))[1]
+        screen.type(f"/file {home}/long.txt\n")
+        screen.wait_for(r"long.txt: prefill \[#+\.+\] \d+%")
+        screen.process.send_signal(signal.SIGTERM)
+        assert screen.end(20) == 128 + signal.SIGTERM and "Traceback" not in screen.raw
+    card = CardStore(cache_of(home) / "cards").inspect("kept")
+    assert card.num_tokens == int(held) and [message.role for message in card.messages] == ["user", "assistant"]
 
 
 def test_odd_terminals(home: Path, tiny: Path) -> None:
