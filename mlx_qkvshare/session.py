@@ -107,8 +107,9 @@ class AgentSession(TokenContext):
             `write_in` names another.
 
     A session runs one call at a time (`SessionBusyError` otherwise); sessions run beside each other on
-    any threads. A failure in the middle of a call leaves it at its last consistent length. A worker
-    thread should end with `mx.clear_streams()`, see the README.
+    any threads. A failure in the middle of a call leaves it at its last consistent length; a message that is
+    stopped before the reply's first token leaves nothing. A worker thread should end with
+    `mx.clear_streams()`, see the README.
     """
 
     def __init__(
@@ -315,7 +316,8 @@ class AgentSession(TokenContext):
         else:  # failed before the first token: a retry finds the conversation as it was
             if self._num_unanswered:
                 del self.messages[len(self.messages) - self._num_unanswered :]
-                self._unsay()
+                self._roll_back()
+                self._unsay(self._num_said)
             self._role_is_due = self._role_was_due
 
     # --- the conversation --------------------------------------------------------------------------
@@ -334,18 +336,19 @@ class AgentSession(TokenContext):
     def _saying(self, text: str, progress: Progress | None, **room: Any) -> Prefilling:
         added, wanted = self._with_message(text)
         domains = frozenset(message.domain for message in self.messages)
-        self._num_said = common_prefix(self.token_ids, wanted)
+        held = self.token_ids
+        self._num_said = common_prefix(held, wanted)
         try:
             yield from self._prefilling(wanted, progress, domains=domains, **room)
         except BaseException:
-            self._unsay()
+            self._roll_back()
+            self._unsay(common_prefix(self.token_ids, held))  # all of it if nothing was begun
             raise
         self.messages, self._num_unanswered, self._role_is_due = [*self.messages, *added], len(added), False
 
-    def _unsay(self) -> None:
-        """Hold no token of a message that was not said in the end, nor room for it."""
-        self._roll_back()
-        self._rewind(max(0, self.num_tokens - self._num_said))
+    def _unsay(self, num_kept: int) -> None:
+        """Behind the first `num_kept` tokens hold none of a message that was not said in the end, nor room for it."""
+        self._rewind(max(0, self.num_tokens - num_kept))
         self._shrink()
 
     def _with_message(self, text: str) -> tuple[list[Message], list[int]]:

@@ -9,7 +9,7 @@ from reference import NEXT, T, assert_warm_is_cold, decode
 from tiny import RECURRENT, SLIDING, tiny_loaded
 
 from mlx_qkvshare import AgentSession, HandoffCoordinator, Message, SharedKVCacheManager
-from mlx_qkvshare.errors import InvalidValueError
+from mlx_qkvshare.errors import ContextLimitError, InvalidValueError
 
 
 @pytest.mark.parametrize("kind", [{}, SLIDING, RECURRENT], ids=["full", "sliding", "recurrent"])
@@ -99,6 +99,16 @@ def test_a_message_that_is_stopped_leaves_nothing(kind: dict, is_sealed: bool) -
     np.testing.assert_allclose(decode(session, NEXT), decode(undisturbed, NEXT), rtol=0, atol=1e-4)
     with session.fork("b") as fork:
         assert fork.num_tokens == session.num_tokens
+
+
+def test_a_message_that_is_refused_changes_nothing() -> None:
+    session = AgentSession("a", T, SharedKVCacheManager(T.spec))
+    session.say("one")  # ends with the prompt for an answer, which the next message would not keep
+    before = session.token_ids
+    with pytest.raises(ContextLimitError):
+        session.say("a long text " * 300)
+    assert session.token_ids == before
+    assert len(list(session.stream(max_tokens=3))) == 3
 
 
 def test_a_turn_that_fails_before_its_first_token_leaves_nothing() -> None:
