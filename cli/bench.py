@@ -13,7 +13,7 @@ import typer
 
 from .. import QuantSpec
 from ..bench import bench_handoff, bench_memory
-from ..bench_attention import AttentionShape, bench_attention, crossovers, read_bandwidth, table_of
+from ..bench_attention import AttentionShape, bench_attention, crossovers, stream_bandwidth, table_of
 from ..bench_decode import bench_decode
 from ..bench_latency import bench_latency
 from ..bench_prefill import bench_prefill
@@ -130,7 +130,7 @@ def decode(
 def prefill(
     model: Model = None,
     tokens: Annotated[str, typer.Option(help="Tokens, comma separated.")] = "512,1024,2048",
-    repeats: Annotated[int, typer.Option(help="Rounds: the highest peak, the median time.", min=1)] = 1,
+    repeats: Annotated[int, typer.Option(help="Rounds: the highest peak, the median time.", min=1)] = 3,
     bits: Bits = 8,
     group_size: GroupSize = 64,
     cache_dir: CacheDir = None,
@@ -152,6 +152,7 @@ def latency(
     tokens: Annotated[int, typer.Option(help="Tokens of the prompt that is prefilled meanwhile.", min=64)] = 4000,
     shared: Annotated[int, typer.Option(help="Tokens behind the agent that decodes.", min=64)] = 512,
     step_tokens: Annotated[str, typer.Option(help="Tokens of one step, comma separated.")] = "64,256",
+    repeats: Annotated[int, typer.Option(help="Timed rounds behind each median, of minutes each.", min=1)] = 1,
     bits: Bits = 8,
     group_size: GroupSize = 64,
     cache_dir: CacheDir = None,
@@ -162,7 +163,13 @@ def latency(
     quant = QuantSpec(bits, bits, group_size)
     lm = load_model(model, cache_dir, terminal)
     rows = bench_latency(
-        lm, prompt_tokens=tokens, shared_tokens=shared, step_tokens=sizes, quant=quant, note=terminal.note
+        lm,
+        prompt_tokens=tokens,
+        shared_tokens=shared,
+        step_tokens=sizes,
+        repeats=repeats,
+        quant=quant,
+        note=terminal.note,
     )
     if not json_only:
         print_latency(terminal, rows)
@@ -228,13 +235,13 @@ def attention(
         repeats=repeats,
         note=terminal.note,
     )
-    ceiling = read_bandwidth() / 1e9
+    bandwidth = stream_bandwidth() / 1e9
     if not json_only:
-        print_attention(terminal, rows, ceiling)
+        print_attention(terminal, rows, bandwidth)
     if save:
         terminal.note(f"kept for {device_name()}: {table_of(rows).save()}")
     found = [dataclasses.asdict(crossover) for crossover in crossovers(rows)]
-    extra = {"ceiling_gigabytes_per_second": ceiling, "crossovers": found}
+    extra = {"ceiling_gigabytes_per_second": bandwidth, "crossovers": found}
     _finish(terminal, "attention", f"one layer of {heads} heads, {kv_heads} KV heads, head dim {head_dim}", rows, extra)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -15,8 +16,18 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from .. import QuantSpec
 from ..bench_all import Bench, Headline, Sizes, headlines, suite
-from ..bench_compare import BYTES_LIMIT, FORMAT, NOISE, PEAK_LIMIT, Change, Comparison, compare, read_results
-from ..errors import InvalidValueError, QKVShareError
+from ..bench_compare import (
+    BYTES_LIMIT,
+    FORMAT,
+    NOISE,
+    PEAK_LIMIT,
+    Change,
+    Comparison,
+    check_comparable,
+    compare,
+    read_results,
+)
+from ..errors import QKVShareError
 from ..folders import written_whole
 from ..measure import report
 from ..plots import can_draw, draw
@@ -28,6 +39,7 @@ if TYPE_CHECKING:
     from ..model import LoadedModel
 
 RESULTS = "results.json"
+BEFORE = "results.old.json"
 
 
 def run_all(
@@ -35,7 +47,10 @@ def run_all(
     out: Annotated[Path, typer.Option(help="Folder for results.json and plots.")] = Path("qkvshare-bench"),
     old: Annotated[
         Path | None,
-        typer.Option("--compare", help="Results of before: print ratios, exit 1 if bytes or quality got worse."),
+        typer.Option(
+            "--compare",
+            help="Results of before: print ratios; exit 1 if bytes or quality got worse, 2 if nothing compares.",
+        ),
     ] = None,
     noise: Annotated[float, typer.Option(help="A time that grew by more is called slower.", min=1.0)] = NOISE,
     only: Annotated[str, typer.Option(help="Some of them, comma separated.", show_default="all")] = "",
@@ -48,7 +63,7 @@ def run_all(
     bits: Annotated[int, typer.Option(help="Bits of keys and values, both sides.")] = 8,
     group_size: GroupSize = 64,
     cache_dir: CacheDir = None,
-    json_only: Annotated[bool, typer.Option("--json", help="Print the results as one JSON line alone.")] = False,
+    json_only: Annotated[bool, typer.Option("--json", help="Print the JSON line alone.")] = False,
 ) -> None:
     """Memory, handoff, decode, prefill, attention, restore and fidelity in some minutes; with plots of them."""
     terminal = Terminal()
@@ -61,29 +76,47 @@ def run_all(
     )
     benches = suite([name.strip() for name in only.split(",") if name.strip()])
     before = None if old is None else read_results(old)
-    if before is not None and before["model"] != (name := model_name(model)):  # before minutes are spent
-        raise InvalidValueError(f"[compare] model: expected results of {name}, got those of {before['model']}")
     lm = load_model(model, cache_dir, terminal)
-    results = _measure(terminal, lm, benches, sizes, model_name(model), out / RESULTS)
+    results = _empty(lm, model_name(model), sizes)
+    if old is not None and before is not None:
+        check_comparable(before, results)  # before minutes are spent
+        _keep(terminal, old, out)
+    _measure(terminal, lm, benches, sizes, results, out / RESULTS)
     found = None if before is None else compare(before, results, noise=noise)
-    if json_only:
-        print(json.dumps(results), file=terminal.out.file)
-    else:
+    if not json_only:
         _print_headlines(terminal, headlines(results["results"]))
-        if found is not None:
+        if found is not None and found.changes:
             _print_comparison(terminal, found, noise)
+    for line in () if found is None else _said(found):
+        (terminal.note if json_only else terminal.line)(line)
     _draw(terminal, results, out)
-    for name, reason in results["failed"].items():
-        terminal.error(f"{name} failed: {reason}")
-    if results["failed"] or (found is not None and found.regressions):
-        raise typer.Exit(1)
+    print(json.dumps(results), file=terminal.out.file)
+    _exit(terminal, results["failed"], found)
+
+
+def _empty(lm: LoadedModel, model: str, sizes: Sizes) -> dict[str, Any]:
+    """Results of nothing yet, with all that tells whether others compare with them."""
+    found = report("all", model, []) | {"format": FORMAT, "fingerprint": lm.spec.fingerprint.digest}
+    return found | {"dtype": lm.spec.dtype, "settings": _settings(sizes), "results": {}, "failed": {}}
+
+
+def _keep(terminal: Terminal, old: Path, out: Path) -> None:
+    """The results of before are not lost where the new ones take their place."""
+    if (out / RESULTS).exists() and old.samefile(out / RESULTS):
+        with written_whole(out / BEFORE) as partial:
+            shutil.copyfile(old, partial)
+        terminal.note(harmless(f"the results of before are kept as {out / BEFORE}"))
 
 
 def _measure(
-    terminal: Terminal, lm: LoadedModel, benches: Mapping[str, Bench], sizes: Sizes, model: str, path: Path
-) -> dict[str, Any]:
-    """Results of all that did not fail, written anew to `path` after each: Ctrl-C loses the one that runs."""
-    results = report("all", model, []) | {"format": FORMAT, "settings": _settings(sizes), "results": {}, "failed": {}}
+    terminal: Terminal,
+    lm: LoadedModel,
+    benches: Mapping[str, Bench],
+    sizes: Sizes,
+    results: dict[str, Any],
+    path: Path,
+) -> None:
+    """Adds to `results` all that did not fail, written anew to `path` after each: Ctrl-C loses the one that runs."""
     with _progress(terminal, len(benches)) as (begin, note):
         for name, bench in benches.items():
             begin(name)
@@ -97,7 +130,17 @@ def _measure(
                 results["results"][name] = found | {"seconds": time.perf_counter() - start}
             with written_whole(path) as partial:
                 partial.write_text(json.dumps(results, indent=1), encoding="utf-8")
-    return results
+
+
+def _exit(terminal: Terminal, failed: Mapping[str, str], found: Comparison | None) -> None:
+    """What went wrong, and by which exit code it is told."""
+    for name, reason in failed.items():
+        terminal.error(f"{name} failed: {reason}")
+    if found is not None and not found.changes:
+        terminal.error("[compare] nothing could be compared: no row of before is of the same sizes as one of now")
+        raise typer.Exit(2)
+    if failed or (found is not None and found.regressions):
+        raise typer.Exit(1)
 
 
 def _settings(sizes: Sizes) -> dict[str, Any]:
@@ -175,16 +218,19 @@ def _print_comparison(terminal: Terminal, found: Comparison, noise: float) -> No
         f"slower: a time that grew by x {noise:g}, by itself and beside mlx-lm.\n"
         f"regression: bytes x {BYTES_LIMIT:g} (a peak x {PEAK_LIMIT:g}), or worse mean KL, top-1 or recall."
     )
-    if not found.drift:
-        terminal.line("The times before are another machine's: none is called slower.")
+
+
+def _said(found: Comparison) -> Iterator[str]:
+    """What follows from a comparison, line by line."""
+    yield from found.notes
     for name in found.missing:
-        terminal.line(f"no longer there: {name}")
+        yield f"no longer there: {name}"
     for verdict in ("slower", "regression"):
-        named = [it for it in found.changes if it.verdict == verdict]
-        for it in named:
+        for it in (it for it in found.changes if it.verdict == verdict):
             old, new = _values(it)
-            terminal.line(f"{verdict}: {it.bench}, {it.row}: {_short(it.name)} {old} -> {new}, x {it.ratio:.3f}")
-    terminal.line(f"regressions: {len(found.regressions)}")
+            yield f"{verdict}: {it.bench}, {it.row}: {_short(it.name)} {old} -> {new}, x {it.ratio:.3f}"
+    if found.changes:
+        yield f"regressions: {len(found.regressions)}"
 
 
 def _short(name: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from .. import QuantSpec
 from ..bench import HandoffRow, MemoryRow
-from ..bench_attention import AttentionRow, crossovers
+from ..bench_attention import COLD_BYTES, AttentionRow, crossovers
 from ..bench_decode import DecodeRow
 from ..bench_latency import LatencyRow
 from ..bench_prefill import PrefillRow
@@ -144,9 +144,11 @@ def print_prefill(terminal: Terminal, rows: list[PrefillRow], quant: QuantSpec) 
         ("peak: ours, sealed at the end", lambda row: format_bytes(row.ours_peak_bytes)),
         ("- mlx-lm, full precision", lambda row: format_bytes(row.stock_peak_bytes)),
         (f"- mlx-lm, {quant.k_bits} bit", lambda row: _or_refused(row.stock_quantized_peak_bytes, format_bytes)),
-        ("ours / mlx-lm", lambda row: f"{row.ratio:.3f}"),
+        ("ours / mlx-lm, full", lambda row: f"{row.ratio:.3f}"),
         ("time: ours, sealed at the end", lambda row: format_seconds(row.ours_seconds)),
         ("- mlx-lm, full precision", lambda row: format_seconds(row.stock_seconds)),
+        (f"- mlx-lm, {quant.k_bits} bit", lambda row: _or_refused(row.stock_quantized_seconds, format_seconds)),
+        ("ours / mlx-lm, full", lambda row: f"{row.time_ratio:.2f}"),
     ]
     title = f"Prefill in steps of 512 tokens, {quant}; peak bytes above the weights"
     _print_rows(terminal, title, ("tokens", lambda row: str(row.tokens)), rows, lines)
@@ -160,6 +162,9 @@ def print_latency(terminal: Terminal, rows: list[LatencyRow]) -> None:
         times = (row.median_seconds, row.p95_seconds, row.longest_seconds, row.prefill_seconds)
         table.add_row(row.way, size, str(row.num_gaps), *map(format_seconds, times))
     terminal.out.print(table)
+    for row in rows:
+        if row.p95_ratio is not None:
+            terminal.line(f"p95, interleaved / mlx-lm, {row.step_tokens} tokens a step: {row.p95_ratio:.2f}")
 
 
 def print_fidelity(terminal: Terminal, rows: list[FidelityRow], texts: list[str], dtype: str) -> None:
@@ -186,7 +191,7 @@ def print_fidelity(terminal: Terminal, rows: list[FidelityRow], texts: list[str]
 _SHOWN = {"packed": "packed", "dequantize": "unpack", "kernel": "kernel", "full_precision": "full"}
 
 
-def print_attention(terminal: Terminal, rows: list[AttentionRow], ceiling: float) -> None:
+def print_attention(terminal: Terminal, rows: list[AttentionRow], bandwidth: float) -> None:
     print_place(terminal, "One layer's attention by every route, and the route to take")
     for bits, tokens in dict.fromkeys((row.bits, row.tokens) for row in rows):
         part = [row for row in rows if (row.bits, row.tokens) == (bits, tokens)]
@@ -194,10 +199,12 @@ def print_attention(terminal: Terminal, rows: list[AttentionRow], ceiling: float
             terminal.line(f"{bits} bits, {tokens} tokens: {what}, cold / warm", style="bold")
             _print_routes(terminal, part, field)
     terminal.line(
-        "L new tokens of each of N agents. packed: decomposed, on the packed bytes. unpack: dequantized for\n"
-        "this call, then MLX's fused attention. full: never packed, a copy for each agent. Memory is cold in\n"
-        "a model, whose layers lie apart: by that goes the route to take. GB/s: what the route must read, in\n"
-        f"that time; a plain copy moves {ceiling:.1f} GB/s here.\n"
+        "new tokens: of one agent, or of a batch of agents with one each. packed: decomposed, on the packed\n"
+        "bytes. unpack: dequantized for this call, then MLX's fused attention. full: never packed, a copy for\n"
+        f"each agent. cold: after {format_bytes(COLD_BYTES)} of other memory were read, as what lies between two\n"
+        "uses of a layer in a model: by that goes the route to take. GB/s: what the route must read, in that\n"
+        f"time; adding arrays of that size moves {bandwidth:.1f} GB/s here, which what is warm, or only reads, may\n"
+        "exceed.\n"
     )
     terminal.line("Crossovers that the router should use (rows: new tokens or sessions x query heads of a KV head)")
     for crossover in crossovers(rows):
@@ -205,9 +212,10 @@ def print_attention(terminal: Terminal, rows: list[AttentionRow], ceiling: float
 
 
 def _print_routes(terminal: Terminal, rows: Sequence[AttentionRow], field: str) -> None:
-    table = make_table(terminal, "L x N", *_SHOWN.values(), "to take")
+    table = make_table(terminal, "new tokens", *_SHOWN.values(), "to take")
     for row in rows:
         cold, warm = (getattr(row, f"{memory}_{field}") for memory in ("cold", "warm"))
         cells = ["-" if cold[key] is None else f"{cold[key]:.2g} / {warm[key]:.2g}" for key in _SHOWN]
-        table.add_row(f"{row.queries} x {row.sessions}", *cells, _SHOWN[row.route])
+        asked = str(row.queries) if row.kind == "one" else f"batch of {row.sessions}"
+        table.add_row(asked, *cells, _SHOWN[row.route])
     terminal.out.print(table)

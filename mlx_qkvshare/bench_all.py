@@ -7,17 +7,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from .attention import WatchedAttention
 from .bench import bench_handoff, bench_memory
-from .bench_attention import AttentionShape, bench_attention, crossovers, read_bandwidth
+from .bench_attention import AttentionShape, bench_attention, crossovers, stream_bandwidth
 from .bench_decode import bench_decode
 from .bench_prefill import bench_prefill
 from .bench_restore import bench_restore
 from .calibrate import calibrate
 from .errors import InvalidValueError
 from .fidelity import fidelity, standard_candidates
+from .manager import SharedKVCacheManager
+from .measure import AS_ASKED
 from .passages import TEXTS, copy_passage, passage, text_of
 from .plan import query_heads
-from .spec import QuantSpec
+from .session import AgentSession
+from .spec import LayerSpec, QuantSpec
 
 if TYPE_CHECKING:
     from .model import LoadedModel
@@ -58,21 +62,36 @@ def _decode(lm: LoadedModel, sizes: Sizes, note: Note) -> dict[str, Any]:
 
 
 def _prefill(lm: LoadedModel, sizes: Sizes, note: Note) -> dict[str, Any]:
-    return _result(bench_prefill(lm, tokens=sizes.tokens, quant=sizes.quant, note=note))
+    rows = bench_prefill(lm, tokens=sizes.tokens, repeats=sizes.repeats, quant=sizes.quant, note=note)
+    return _result(rows)
 
 
 def _attention(lm: LoadedModel, sizes: Sizes, note: Note) -> dict[str, Any]:
     """One layer of this model."""
-    layer = max(lm.spec.attention, key=lambda it: it.k_head_dim)
-    shape = AttentionShape(query_heads(lm.spec, _config(lm)), layer.n_kv_heads, layer.k_head_dim)
+    shape = layer_shape(lm)
     sides: dict[str, Any] = {"queries": (1, 16, 64), "sessions": (1, max(sizes.agents)), "repeats": sizes.repeats}
     rows = bench_attention(shape, tokens=(sizes.shared_tokens,), group_size=sizes.quant.group_size, note=note, **sides)
     found = [dataclasses.asdict(crossover) for crossover in crossovers(rows)]
-    return _result(rows) | {"ceiling_gigabytes_per_second": read_bandwidth() / 1e9, "crossovers": found}
+    return _result(rows) | {"ceiling_gigabytes_per_second": stream_bandwidth() / 1e9, "crossovers": found}
 
 
-def _config(lm: LoadedModel) -> Mapping[str, Any]:
-    return vars(lm.model.args) if hasattr(lm.model, "args") else {}
+def layer_shape(lm: LoadedModel) -> AttentionShape:
+    """Of the layer with the widest keys: its query heads as one token asks it, by the config where none is seen to.
+    Raises `InvalidValueError` for a model that does not attend."""
+    if not lm.spec.attention:
+        raise InvalidValueError("[bench all] attention: expected a layer that keeps rows, got states alone")
+    seen: dict[int, int] = {}
+    watched = WatchedAttention(watch=lambda layer, queries, scale: seen.update({layer: queries.shape[1]}))
+    manager = SharedKVCacheManager(lm.spec, QuantSpec(), **AS_ASKED)
+    with AgentSession("shape", lm, manager, attention=watched) as session:
+        session.prefill([0])
+    layers = {index: it for index, it in enumerate(lm.spec.layers) if isinstance(it, LayerSpec)}
+    widest = max(layers, key=lambda index: (layers[index].k_head_dim, index in seen))
+    args: Any = getattr(lm.model, "args", getattr(lm.model, "config", None))
+    is_known = dataclasses.is_dataclass(args)
+    config = dataclasses.asdict(args) if is_known else {}  # nested ones become dicts
+    heads = seen[widest] if widest in seen else query_heads(lm.spec, config)
+    return AttentionShape(heads, layers[widest].n_kv_heads, layers[widest].k_head_dim)
 
 
 def _restore(lm: LoadedModel, sizes: Sizes, note: Note) -> dict[str, Any]:
@@ -133,7 +152,7 @@ def headlines(benches: Mapping[str, Mapping[str, Any]]) -> list[Headline]:
     found: list[Headline] = []
     for name, figures in _HEADLINES.items():
         if name in benches and (rows := benches[name]["rows"]):
-            row = rows[-1]
+            row = max(rows, key=lambda row: row["agents" if "agents" in row else "tokens"])
             for what, ours, stock, unit in figures:
                 found.append(Headline(name, what.format(**row), row[ours], row[stock] if stock else None, unit))
     found += _attended(benches.get("attention", {}).get("rows", ()))
@@ -141,9 +160,11 @@ def headlines(benches: Mapping[str, Mapping[str, Any]]) -> list[Headline]:
 
 
 def _attended(rows: Sequence[Mapping[str, Any]]) -> list[Headline]:
-    """One layer by the route to take, beside full precision, for one new token and for the most sessions."""
+    """One layer by the route to take, beside full precision, for one new token and for the most sessions, at the bits
+    that were measured first."""
     found = []
-    for row in (*rows[:1], *rows[-1:]):
+    first = [row for row in rows if row["bits"] == rows[0]["bits"]]
+    for row in (*first[:1], *sorted(first, key=lambda row: row["sessions"])[-1:]):
         took, who = (
             row["cold_milliseconds"],
             f"{row['queries']} new token" if row["kind"] == "one" else f"{row['sessions']} agents",

@@ -24,6 +24,8 @@ from .routes import Kind, Route, RoutePoint, RouteTable, device_name
 from .spec import CacheSpec, Fingerprint, LayerSpec, QuantSpec
 
 TAIL_TOKENS = 16
+COLD_BYTES = 2**27
+"""What is read before cold memory is timed: more than most last-level caches hold."""
 FULL_PRECISION = "full_precision"
 _MARGIN = 0.05  # of two medians that are so near, noise says which is lower
 
@@ -48,10 +50,10 @@ class AttentionShape:
 @dataclass(frozen=True)
 class AttentionRow:
     """Milliseconds of one layer by each route, and GB/s: the bytes that must be read once, in the time that it took.
-    `read_bandwidth` is the ceiling of the latter.
+    `stream_bandwidth` is what to hold the cold ones against.
 
     kind: "one" session with `queries` new tokens, or a "batch" of `sessions` with one each; `rows` is R times either.
-    cold: consecutive layers lie in different memory, as in a model; warm: the same layer over and over.
+    cold: layers that lie apart, as in a model, after `COLD_BYTES` of other memory; warm: the same layer over and over.
     full_precision: `mx.fast.scaled_dot_product_attention` on K and V that were never packed, each session's own.
     kernel: null without a Metal device. `route` is what the router should take there.
     """
@@ -148,12 +150,23 @@ def choose(milliseconds: dict[str, float | None], leanest: Route) -> Route:
     return leanest if times[leanest] <= times[best] * (1 + _MARGIN) else best
 
 
-def read_bandwidth() -> float:
-    """Bytes per second of a plain copy in MLX, which reads and writes: what no route can exceed."""
-    source = mx.random.normal((2**24,))
-    mx.eval(source)
-    (took,) = interleaved_medians({"copy": lambda: seconds(lambda: mx.eval(source + 0))}, 5).values()
-    return 2 * source.nbytes / took
+def stream_bandwidth() -> float:
+    """Bytes per second, read and written, of adding `COLD_BYTES` in place to as many: what memory streams. A route that
+    reads from a cache, or only reads, may do better."""
+    source, sums = _other_memory(), [_other_memory()]
+
+    def add() -> None:
+        sums[0] = sums[0] + source  # in its own buffer: a new one would be timed with its page faults
+        mx.eval(sums)
+
+    (took,) = interleaved_medians({"add": lambda: seconds(add)}, 5).values()
+    return 3 * source.nbytes / took
+
+
+def _other_memory() -> mx.array:
+    other = mx.arange(COLD_BYTES // 4, dtype=mx.float32)
+    mx.eval(other)
+    return other
 
 
 class _Context:
@@ -166,6 +179,7 @@ class _Context:
         layer = LayerSpec(shape.num_kv_heads, shape.head_dim, shape.head_dim)
         spec = CacheSpec((layer,) * layers, dtype, 2 * num_tokens + 4096, Fingerprint("bench", "", "", ""))
         self._manager = SharedKVCacheManager(spec, quant, budget_bytes=2**40, **AS_ASKED)
+        self._other = _other_memory()
         self._full = [(self._random(num_tokens), self._random(num_tokens)) for _ in range(layers)]
         slot = self._manager.allocate_shared_slot(num_tokens)
         self._prefix = self._manager.quantize_and_store(slot, list(range(num_tokens)), self._full)
@@ -232,7 +246,13 @@ class _Context:
     def _run(self, attend: Callable[[int], mx.array], is_cold: bool) -> Callable[[], float]:
         """Seconds of one layer: all are asked for at once, as in a model."""
         layers = range(self._layers) if is_cold else [0] * self._layers
-        return lambda: seconds(lambda: mx.eval([attend(layer) for layer in layers])) / self._layers
+
+        def run() -> float:
+            if is_cold:
+                mx.eval(self._other.sum())  # a few layers of a short context would fit a cache
+            return seconds(lambda: mx.eval([attend(layer) for layer in layers])) / self._layers
+
+        return run
 
     def _attend(
         self, attention: QuantizedAttention, kind: Kind, caches: list[list[LayerCache]], queries: mx.array, layer: int

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 import statistics
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,8 @@ SHARE_LIMIT = 0.01
 
 Kind = Literal["bytes", "time", "rate", "kl", "share"]
 
+# What results say of themselves, beside "bench" and "format".
+_PARTS = {"model": str, "machine": dict, "versions": dict, "settings": dict, "results": dict}
 # What tells the rows of a bench apart, and how one is called.
 _ROWS = {
     "memory": (("agents", "shared_tokens", "private_tokens"), "{agents} agents"),
@@ -36,7 +40,9 @@ _ROWS = {
     "restore": (("tokens", "turn_tokens"), "{tokens} tokens"),
     "fidelity": (("config",), "{config}"),
 }
-_MACHINE = ("system", "processor", "cores", "device", "chip")
+# The settings that do so, too, where the rows leave them out.
+_SETTINGS = {"fidelity": ("shared_tokens",)}
+_MACHINE = ("system", "processor", "cpu", "cores", "device", "chip")
 _STOCK_WORDS = ("stock", "hot", "deepcopy", "reprefill", "full_precision", "floor")
 
 
@@ -73,11 +79,13 @@ class Change:
 @dataclass(frozen=True)
 class Comparison:
     """`drift` by bench is the median ratio of mlx-lm's times, by which ours are judged; nothing where the machines
-    differ: then no time is called slower. `missing` are figures that are no longer there."""
+    differ or no such time is in both: then no time is called slower, as `notes` say. `missing` are figures that are no
+    longer there."""
 
     changes: tuple[Change, ...]
     drift: Mapping[str, float]
     missing: tuple[str, ...]
+    notes: tuple[str, ...]
 
     @property
     def regressions(self) -> tuple[Change, ...]:
@@ -85,36 +93,95 @@ class Comparison:
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """What `qkvshare bench all` wrote. Raises `InvalidValueError` that names the file if it is something else."""
+    """What `qkvshare bench all` wrote. Raises `InvalidValueError` that names the file if it is something else, or has
+    figures that cannot be compared."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        if found["bench"] != "all" or found["format"] != FORMAT:
-            raise ValueError(f"bench {found['bench']!r}, format {found['format']!r}")
-        for name, result in found["results"].items():
-            for row in result["rows"]:
-                _key(name, row)
-        return dict(found)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidValueError(f"[compare] {path}: expected results of `bench all`, got {error!r}") from error
+        _check(found)
+    except (OSError, ValueError, RecursionError) as error:
+        what = error.strerror if isinstance(error, OSError) else error
+        raise InvalidValueError(f"[compare] {path}: expected results of `bench all`, got {what}") from error
+    return dict(found)
+
+
+def _check(found: Any) -> None:
+    """Raise `ValueError` that says what came, unless it is what `bench all` writes. A bench that is not known here may
+    hold anything."""
+    if not isinstance(found, dict) or (found.get("bench"), found.get("format")) != ("all", FORMAT):
+        raise ValueError(reprlib.repr(found))
+    for name, kind in _PARTS.items():
+        if not isinstance(found.get(name), kind):
+            raise ValueError(f"{name}: {reprlib.repr(found.get(name))}")
+    for bench, result in found["results"].items():
+        if bench not in _ROWS:
+            continue
+        rows = result.get("rows") if isinstance(result, dict) else None
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise ValueError(f"{bench}: rows {reprlib.repr(rows)}")
+        for row in rows:
+            _check_row(bench, row, found["settings"])
+
+
+def _check_row(bench: str, row: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    if not all(isinstance(part, str | int) for part in _key(bench, row, settings)):
+        names = (*_ROWS[bench][0], *_SETTINGS.get(bench, ()))
+        raise ValueError(f"{bench}: {', '.join(names)} {reprlib.repr(_key(bench, row, settings))}")
+    for name, value in _flat(row):
+        kind = _kind(name)
+        if kind is not None and value is not None and not _is_figure(kind, value):
+            raise ValueError(f"{bench}: {name} {reprlib.repr(value)}")
+
+
+def _is_figure(kind: Kind, value: Any) -> bool:
+    """Nothing is done in no time; rounding may leave a mean KL below 0."""
+    if not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
+        return False
+    return value > 0 if kind in ("time", "rate") else value >= 0 or kind == "kl"
 
 
 def compare(old: Mapping[str, Any], new: Mapping[str, Any], *, noise: float = NOISE) -> Comparison:
     """Every figure of ours that both have.
 
     Raises:
-        InvalidValueError: they are of different models, or `noise` is below 1.
+        InvalidValueError: `check_comparable` does, or `noise` is below 1.
     """
     if noise < 1:
         raise InvalidValueError(f"[compare] noise: expected a factor of 1 or more, got {noise}")
-    if old["model"] != new["model"]:
-        raise InvalidValueError(f"[compare] model: expected results of {new['model']}, got those of {old['model']}")
+    check_comparable(old, new)
     before, after = ({(it.bench, it.key, it.name): it for it in figures(side)} for side in (old, new))
     pairs = [(before[key], it) for key, it in after.items() if key in before]
     is_same = all(old["machine"].get(name) == new["machine"].get(name) for name in _MACHINE)
     drift = _drift(pairs) if is_same else {}
     changes = tuple(_change(*pair, drift, noise) for pair in pairs if pair[0].is_ours)
     missing = (it for key, it in before.items() if it.is_ours and key not in after)
-    return Comparison(changes, drift, tuple(f"{it.bench}, {it.row}: {it.name}" for it in missing))
+    notes = _notes(old, new)
+    if not drift:
+        why = "No time of mlx-lm's is in both" if is_same else "The times before are another machine's"
+        notes.append(f"{why}: none is called slower.")
+    return Comparison(changes, drift, tuple(f"{it.bench}, {it.row}: {it.name}" for it in missing), tuple(notes))
+
+
+def check_comparable(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    """Raise `InvalidValueError` unless both are of one model, dtype and way to pack; `new` may have no rows yet.
+
+    A model is known by its fingerprint, since a path has many spellings, or by its name where one side has none.
+    """
+    model = "fingerprint" if "fingerprint" in old and "fingerprint" in new else "model"
+    for name, before, now in (
+        ("dtype", old.get("dtype"), new.get("dtype")),
+        ("quant", old["settings"].get("quant"), new["settings"].get("quant")),
+        (model, old[model], new[model]),
+    ):
+        if None not in (before, now) and before != now:
+            raise InvalidValueError(f"[compare] {name}: expected results of {now}, got those of {before}")
+
+
+def _notes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    found = [f"{bench}: not known here, and left out" for bench in old["results"] if bench not in _ROWS]
+    for name, version in new["versions"].items():
+        if (before := old["versions"].get(name)) != version:
+            found.append(f"another version: {name} {before} -> {version}")
+    return found
 
 
 def _drift(pairs: Sequence[tuple[Figure, Figure]]) -> dict[str, float]:
@@ -128,10 +195,10 @@ def _drift(pairs: Sequence[tuple[Figure, Figure]]) -> dict[str, float]:
 
 
 def figures(results: Mapping[str, Any]) -> Iterator[Figure]:
-    """Every number that can get better or worse."""
+    """Every number that can get better or worse, of the benches that are known here."""
     for bench, result in results["results"].items():
-        for row in result["rows"]:
-            key, title = _key(bench, row), _ROWS[bench][1].format(**row)
+        for row in result["rows"] if bench in _ROWS else ():
+            key, title = _key(bench, row, results.get("settings", {})), _ROWS[bench][1].format(**row)
             for name, value in _flat(row):
                 kind = _kind(name)
                 if kind is not None and value is not None:
@@ -139,15 +206,16 @@ def figures(results: Mapping[str, Any]) -> Iterator[Figure]:
                     yield Figure(bench, key, title, name, kind, is_ours, float(value))
 
 
-def _key(bench: str, row: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(row[name] for name in _ROWS[bench][0])
+def _key(bench: str, row: Mapping[str, Any], settings: Mapping[str, Any]) -> tuple[Any, ...]:
+    own = (row.get(name) for name in _ROWS[bench][0])
+    return (*own, *(settings.get(name) for name in _SETTINGS.get(bench, ())))
 
 
 def _flat(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in row.items():
         if isinstance(value, Mapping):
             yield from ((f"{name}.{inner}", it) for inner, it in value.items())
-        elif value is None or isinstance(value, int | float):
+        else:
             yield name, value
 
 
@@ -187,7 +255,9 @@ def _change(old: Figure, new: Figure, drift: Mapping[str, float], noise: float) 
 
 
 def _loss(old: Figure, new: Figure) -> float:
-    """Above 0 if `new` is beyond what is allowed."""
+    """Above 0 if `new` is beyond what is allowed, and for NaN."""
+    if math.isnan(new.value):
+        return math.inf
     if old.kind == "bytes":
         return new.value - old.value * (PEAK_LIMIT if "peak" in old.name else BYTES_LIMIT)
     if old.kind == "kl":

@@ -27,7 +27,8 @@ class DecodeRow:
     stock_batch: mlx-lm's `BatchGenerator` on merged full-precision caches. stock_sequential and
     stock_quantized: one agent after another on caches of their own, in full precision and in our bits
     (None where mlx-lm refuses to quantize them).
-    Live bytes are those of the caches after the last step; bytes read are the KV bytes of one step.
+    Live bytes are those of the caches after the first round, whose tokens are among the private ones, and bytes read
+    the KV bytes of its last step: neither depends on how many rounds are timed.
     """
 
     agents: int
@@ -92,7 +93,7 @@ def _decode_row(
     took = interleaved_medians({name: lambda side=side: side.run(steps) for name, side in sides.items()}, repeats)  # type: ignore[misc]
     rate = {name: len(turns) * steps / value for name, value in took.items()}
     ours, stock = sides["ours"], sides["stock_batch"]
-    private = len(turns[0]) + steps * (repeats + 1) + 1
+    private = len(turns[0]) + steps + 1
     packed = manager.quant.packed_bytes(lm.spec, len(shared))
     row = DecodeRow(
         agents=len(turns),
@@ -106,7 +107,7 @@ def _decode_row(
         ours_live_bytes=packed + ours.live_bytes,
         stock_batch_live_bytes=stock.live_bytes,
         floor_bytes=packed + len(turns) * lm.spec.context_bytes(private),
-        kv_bytes_read_per_step=ours.batch.kv_bytes_read,
+        kv_bytes_read_per_step=ours.kv_bytes_read,
         kv_bytes_read_per_step_stock=len(turns) * lm.spec.context_bytes(len(shared) + private),
     )
     for side in sides.values():
@@ -115,25 +116,27 @@ def _decode_row(
 
 
 class _Ours:
-    """N sessions in a batch; `live_bytes` is what they added to the packed prefix."""
+    """N sessions in a batch; `live_bytes` is what they added to the packed prefix, after the first round."""
 
     def __init__(
         self, lm: LoadedModel, manager: SharedKVCacheManager, shared: list[int], turns: list[list[int]], limit: int
     ):
-        self._before, self.live_bytes = live_bytes(), 0
-        self.batch = AgentBatch(manager)
+        self.live_bytes = self.kv_bytes_read = 0
+        self._batch = AgentBatch(manager)
         self._sessions = [AgentSession(f"agent {i}", lm, manager) for i in range(len(turns))]
         for session, turn in zip(self._sessions, turns, strict=True):
-            self.batch.join(session, [*shared, *turn], max_tokens=limit, ignore_eos=True)
-        self.batch.step()  # shows that attention is routed; the next ones go together
+            self._batch.join(session, [*shared, *turn], max_tokens=limit, ignore_eos=True)
+        self._batch.step()  # shows that attention is routed; the next ones go together
 
     def run(self, steps: int) -> float:
-        took = seconds(lambda: [self.batch.step() for _ in range(steps)])
-        self.live_bytes = sum(session.private_bytes for session in self._sessions)
+        took = seconds(lambda: [self._batch.step() for _ in range(steps)])
+        if not self.live_bytes:
+            self.live_bytes = sum(session.private_bytes for session in self._sessions)
+            self.kv_bytes_read = self._batch.kv_bytes_read
         return took
 
     def close(self) -> None:
-        self.batch.close()
+        self._batch.close()
         for session in self._sessions:
             session.close()
 

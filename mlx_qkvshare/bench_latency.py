@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,8 +23,12 @@ from .task import Priority
 if TYPE_CHECKING:
     from .model import LoadedModel
 
-_WARM_TOKENS = 3
+_SETTLED_TOKENS = 3  # of the interactive agent, before its time counts
 _TURN_TOKENS = 16
+_WARM_TOKENS = 64
+
+Way = Callable[[list[int]], tuple[list[float], float]]
+"""Prefills a prompt: seconds between the interactive agent's tokens meanwhile, and in all."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,8 @@ class LatencyRow:
 
     way: "alone" (no prompt), "interleaved" (`AgentScheduler` with `step_tokens`), "not interleaved" (the
     prompt is prefilled whole between two steps of an `AgentBatch`), or "mlx-lm" (`BatchGenerator`, with
-    `step_tokens` as its `prefill_step_size`). `prefill_seconds` is the time to the prompt's first token.
+    `step_tokens` as its `prefill_step_size`). `prefill_seconds` is the time to the prompt's first token. `p95_ratio` of
+    an interleaved one is its p95 over mlx-lm's with as many tokens a step.
     """
 
     way: str
@@ -43,6 +49,7 @@ class LatencyRow:
     p95_seconds: float
     longest_seconds: float
     prefill_seconds: float
+    p95_ratio: float | None
 
 
 def bench_latency(
@@ -51,30 +58,42 @@ def bench_latency(
     prompt_tokens: int = 4000,
     shared_tokens: int = 512,
     step_tokens: Sequence[int] = (64, 256),
+    repeats: int = 1,
     quant: QuantSpec | None = None,
     note: Callable[[str], None] = lambda text: None,
 ) -> list[LatencyRow]:
-    """A row for each way, one after the other. The interactive agent has `shared_tokens` tokens behind it."""
+    """A row for each way: medians of `repeats` rounds of all in turn, behind a warm-up round with a short prompt. The
+    interactive agent has `shared_tokens` tokens behind it."""
     shared = sample_tokens(lm.tokenizer, shared_tokens + _TURN_TOKENS)
     prompt = sample_tokens(lm.tokenizer, prompt_tokens, skip=shared_tokens + 1000)
     manager = SharedKVCacheManager(lm.spec, quant, **AS_ASKED)
     with AgentSession("shared", lm, manager) as first:
         first.prefill(shared[:shared_tokens])
         first.seal()
-    rows = []
-
-    def measure(way: str, size: int | None, run: Callable[[], tuple[list[float], float]]) -> None:
-        note(way if size is None else f"{way}, {size} tokens a step")
-        gaps, took = run()
-        p50, p95, longest = (float(np.percentile(gaps, q)) for q in (50, 95, 100))
-        rows.append(LatencyRow(way, size, len(prompt), len(gaps), p50, p95, longest, took))
-
-    measure("alone", None, lambda: _alone(lm, manager, shared))
+    stock = StockCache(lm, shared[:shared_tokens])
+    ways: dict[tuple[str, int | None], Way] = {("alone", None): functools.partial(_alone, lm, manager, shared)}
     for size in step_tokens:
-        measure("interleaved", size, lambda size=size: _interleaved(lm, manager, shared, prompt, size))  # type: ignore[misc]
-    measure("not interleaved", None, lambda: _not_interleaved(lm, manager, shared, prompt))
+        ways["interleaved", size] = functools.partial(_interleaved, lm, manager, shared, size)
+    ways["not interleaved", None] = functools.partial(_not_interleaved, lm, manager, shared)
     for size in (*step_tokens, 2048):  # the last is its default
-        measure("mlx-lm", size, lambda size=size: _stock(lm, shared, prompt, size))  # type: ignore[misc]
+        ways["mlx-lm", size] = functools.partial(_stock, lm, stock, shared, size)
+    rounds: dict[tuple[str, int | None], list[tuple[float, ...]]] = {key: [] for key in ways}
+    for index in range(repeats + 1):
+        for (way, step), run in ways.items():
+            what = way if step is None else f"{way}, {step} tokens a step"
+            note(what if index else f"warm-up: {what}")
+            gaps, took = run(prompt if index else prompt[:_WARM_TOKENS])
+            if index:
+                p50, p95, longest = (float(np.percentile(gaps, q)) for q in (50, 95, 100))
+                rounds[way, step].append((len(gaps), p50, p95, longest, took))
+    return _rows({key: np.median(found, axis=0).tolist() for key, found in rounds.items()}, len(prompt))
+
+
+def _rows(medians: dict[tuple[str, int | None], list[float]], prompt_tokens: int) -> list[LatencyRow]:
+    rows = []
+    for (way, step), (num_gaps, p50, p95, longest, took) in medians.items():
+        ratio = p95 / medians["mlx-lm", step][2] if way == "interleaved" else None
+        rows.append(LatencyRow(way, step, prompt_tokens, round(num_gaps), p50, p95, longest, took, ratio))
     return rows
 
 
@@ -90,22 +109,25 @@ def _gaps(step: Callable[[], int], is_done: Callable[[], bool]) -> tuple[list[fl
     return gaps, time.perf_counter() - start
 
 
-def _alone(lm: LoadedModel, manager: SharedKVCacheManager, shared: list[int]) -> tuple[list[float], float]:
+def _alone(
+    lm: LoadedModel, manager: SharedKVCacheManager, shared: list[int], prompt: list[int]
+) -> tuple[list[float], float]:
+    """Without the prompt."""
     with AgentBatch(manager) as batch, AgentSession("talker", lm, manager) as talker:
-        batch.join(talker, shared, max_tokens=_WARM_TOKENS + 20, ignore_eos=True)
-        for _ in range(_WARM_TOKENS):
+        batch.join(talker, shared, max_tokens=_SETTLED_TOKENS + 20, ignore_eos=True)
+        for _ in range(_SETTLED_TOKENS):
             batch.step()
         return _gaps(lambda: len(batch.step()), lambda: not len(batch))
 
 
 def _interleaved(
-    lm: LoadedModel, manager: SharedKVCacheManager, shared: list[int], prompt: list[int], size: int
+    lm: LoadedModel, manager: SharedKVCacheManager, shared: list[int], size: int, prompt: list[int]
 ) -> tuple[list[float], float]:
     scheduler = AgentScheduler(manager, max_agents=8, step_tokens=size)
     with AgentSession("talker", lm, manager) as talker, AgentSession("reader", lm, manager) as reader:
         limit = 2 * len(prompt) // size + 50
         talk = scheduler.submit(talker, shared, max_tokens=limit, ignore_eos=True)
-        while talk.num_tokens < _WARM_TOKENS:
+        while talk.num_tokens < _SETTLED_TOKENS:
             scheduler.step()
         read = scheduler.submit(reader, prompt, max_tokens=1, ignore_eos=True, priority=Priority.BACKGROUND)
 
@@ -132,7 +154,7 @@ def _not_interleaved(
         AgentSession("reader", lm, manager) as reader,
     ):
         batch.join(talker, shared, max_tokens=50, ignore_eos=True)
-        for _ in range(_WARM_TOKENS):
+        for _ in range(_SETTLED_TOKENS):
             batch.step()
         shown: list[BatchEvent] = []
 
@@ -145,10 +167,12 @@ def _not_interleaved(
         return _gaps(step, lambda: any(event.session is reader for event in shown))
 
 
-def _stock(lm: LoadedModel, shared: list[int], prompt: list[int], size: int) -> tuple[list[float], float]:
+def _stock(
+    lm: LoadedModel, stock: StockCache, shared: list[int], size: int, prompt: list[int]
+) -> tuple[list[float], float]:
     from mlx_lm.generate import BatchGenerator
 
-    cache = copy.deepcopy(StockCache(lm, shared[:-_TURN_TOKENS]).layers)
+    cache = copy.deepcopy(stock.layers)
     generator = BatchGenerator(lm.model, max_tokens=2 * len(prompt) // size + 50, prefill_step_size=size)
     (talker,) = generator.insert([shared[-_TURN_TOKENS:]], caches=[cache])
     seen: list[int] = []
@@ -158,7 +182,7 @@ def _stock(lm: LoadedModel, shared: list[int], prompt: list[int], size: int) -> 
         seen.extend(found)
         return found.count(talker)
 
-    while len(seen) < _WARM_TOKENS:
+    while len(seen) < _SETTLED_TOKENS:
         step()
     (reader,) = generator.insert([prompt], max_tokens=[1])
     found = _gaps(step, lambda: reader in seen)

@@ -16,6 +16,8 @@ from .spec import QuantSpec
 if TYPE_CHECKING:
     from .model import LoadedModel
 
+_WARM_TOKENS = 64
+
 
 @dataclass(frozen=True)
 class PrefillRow:
@@ -23,7 +25,7 @@ class PrefillRow:
 
     ours: sealed at the end, so both the full-precision tail and its packed form are in it. stock: mlx-lm in full
     precision. stock_quantized: mlx-lm with `kv_bits`, quantizing while it prefills; None where it refuses to.
-    `ratio` is that of the peaks, ours / stock.
+    `ratio` is that of the peaks, ours / stock, `time_ratio` that of the seconds.
     """
 
     tokens: int
@@ -33,6 +35,8 @@ class PrefillRow:
     ours_seconds: float
     stock_seconds: float
     ratio: float
+    stock_quantized_seconds: float | None
+    time_ratio: float
 
 
 def bench_prefill(
@@ -44,45 +48,59 @@ def bench_prefill(
     note: Callable[[str], None] = lambda text: None,
 ) -> list[PrefillRow]:
     """A row for every length of `tokens`: the highest peak and the median time of `repeats` rounds, ours and mlx-lm's
-    in turn. mlx-lm's quantized prefill, which is not timed, runs once."""
-    quant = quant or QuantSpec()
-    return [_row(lm, sample_tokens(lm.tokenizer, count), quant, repeats, note) for count in tokens]
+    in turn, behind a warm-up round of a few tokens."""
+    quant, lengths = quant or QuantSpec(), [sample_tokens(lm.tokenizer, count) for count in tokens]
+    note("warm-up")
+    sides = _sides(lm, lengths[0][:_WARM_TOKENS], quant)
+    for side in sides.values():
+        side.measure()
+    return [_row(_sides(lm, ids, quant), len(ids), repeats, note) for ids in lengths]
 
 
-def _row(lm: LoadedModel, ids: list[int], quant: QuantSpec, repeats: int, note: Callable[[str], None]) -> PrefillRow:
-    sides = {"ours": _Side(lambda: prefill_and_seal(lm, ids, quant)), "mlx-lm": _Side(lambda: StockCache(lm, ids))}
-    quantized = _Side(lambda: stock_prefilled_quantized(lm, ids, quant))
+def _sides(lm: LoadedModel, ids: list[int], quant: QuantSpec) -> dict[str, _Side]:
+    return {
+        "ours": _Side(lambda: prefill_and_seal(lm, ids, quant)),
+        "mlx-lm": _Side(lambda: StockCache(lm, ids)),
+        f"mlx-lm, {quant.k_bits} bits": _Side(lambda: stock_prefilled_quantized(lm, ids, quant)),
+    }
+
+
+def _row(sides: dict[str, _Side], num_tokens: int, repeats: int, note: Callable[[str], None]) -> PrefillRow:
     for _ in range(repeats):
         for name, side in sides.items():
-            note(f"{len(ids)} tokens: {name}")
+            note(f"{num_tokens} tokens: {name}")
             side.measure()
-    note(f"{len(ids)} tokens: mlx-lm, {quant.k_bits} bits")
-    is_refused = quantized.measure() is None
-    ours, stock = sides.values()
+    ours, stock, quantized = sides.values()
     return PrefillRow(
-        tokens=len(ids),
+        tokens=num_tokens,
         ours_peak_bytes=ours.peak_bytes,
         stock_peak_bytes=stock.peak_bytes,
-        stock_quantized_peak_bytes=None if is_refused else quantized.peak_bytes,
-        ours_seconds=statistics.median(ours.seconds),
-        stock_seconds=statistics.median(stock.seconds),
+        stock_quantized_peak_bytes=None if quantized.gave_nothing else quantized.peak_bytes,
+        ours_seconds=ours.median_seconds,
+        stock_seconds=stock.median_seconds,
         ratio=ours.peak_bytes / stock.peak_bytes,
+        stock_quantized_seconds=None if quantized.gave_nothing else quantized.median_seconds,
+        time_ratio=ours.median_seconds / stock.median_seconds,
     )
 
 
 class _Side:
-    """One way to prefill: its highest peak, and its times."""
+    """One way to prefill: its highest peak, and its times. Where mlx-lm refuses it gives nothing."""
 
     def __init__(self, run: Callable[[], Any]):
         self._run = run
-        self.peak_bytes, self.seconds = 0, list[float]()
+        self.peak_bytes, self._seconds, self.gave_nothing = 0, list[float](), False
 
-    def measure(self) -> Any:
-        """What it returns, which is then forgotten."""
+    def measure(self) -> None:
+        """What it returns is forgotten."""
         found: list[Any] = []
-        peak = peak_bytes(lambda: self.seconds.append(seconds(lambda: found.append(self._run()))))
+        peak = peak_bytes(lambda: self._seconds.append(seconds(lambda: found.append(self._run()))))
         self.peak_bytes = max(self.peak_bytes, peak)
-        return found[0]
+        self.gave_nothing = found[0] is None
+
+    @property
+    def median_seconds(self) -> float:
+        return statistics.median(self._seconds)
 
 
 def prefill_and_seal(lm: LoadedModel, ids: Sequence[int], quant: QuantSpec | None = None) -> None:

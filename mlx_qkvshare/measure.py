@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from .versions import versions
+from .versions import cpu_model, versions
 
 AS_ASKED: dict[str, Any] = {"allow_unsafe": True, "guard": None}
 """Of a manager whose bits are measured: neither refused nor raised."""
@@ -63,6 +63,7 @@ def machine() -> dict[str, Any]:
     info: dict[str, Any] = {
         "system": platform.system(),
         "processor": platform.machine(),
+        "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "device": str(mx.default_device()),
         "metal": mx.metal.is_available(),

@@ -113,7 +113,7 @@ def _memory(rows: Mapping[str, Any]) -> Plot:
         "memory",
         f"Live KV bytes: {tokens:,} shared tokens, {private} of each agent's own",
         "agents",
-        "MiB",
+        "live KV memory (MiB)",
         series=_lines(
             _line("ours", "ours", found, "agents", "ours_bytes", _MIB),
             _line("mlx-lm", "full", found, "agents", "stock_bytes", _MIB),
@@ -128,7 +128,7 @@ def _first_token(rows: Mapping[str, Any]) -> Plot:
         "first-token",
         f"Time to the first token of a turn of {found[0]['turn_tokens']} tokens",
         "tokens of context",
-        "seconds",
+        "time to first token (s)",
         y_log=True,
         y_ticks=(1.0, 2.0, 5.0),
         series=_lines(
@@ -146,7 +146,7 @@ def _decode(rows: Mapping[str, Any]) -> Plot:
         "decode",
         f"Agents that decode together on {found[0]['shared_tokens']:,} shared tokens",
         "agents",
-        "tokens/s, all agents",
+        "tokens per second, all agents",
         series=_lines(
             _line("ours", "ours", found, "agents", "ours_tokens_per_second"),
             _line("mlx-lm, batch", "full", found, "agents", "stock_batch_tokens_per_second"),
@@ -179,8 +179,8 @@ def _quality(rows: Mapping[str, Any]) -> Plot:
     return Plot(
         "quality",
         "What packing costs: full precision against packed prefixes",
-        "bytes a token",
-        "mean KL, nats",
+        "KV memory (bytes a token)",
+        "mean KL divergence (nats)",
         series=_lines(*series),
         x_log=False,
         y_log=True,

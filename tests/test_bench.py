@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import mlx.core as mx
@@ -12,9 +13,13 @@ from core_helpers import K8V8, loaded
 from reference import T
 from test_windows import RECURRENT, SLIDING
 
+from mlx_qkvshare import bench_attention as bench_attention_module
+from mlx_qkvshare import bench_prefill as bench_prefill_module
 from mlx_qkvshare.bench import bench_handoff, bench_memory
+from mlx_qkvshare.bench_attention import AttentionShape, bench_attention
 from mlx_qkvshare.bench_decode import bench_decode
-from mlx_qkvshare.bench_prefill import bench_prefill
+from mlx_qkvshare.bench_latency import bench_latency
+from mlx_qkvshare.bench_prefill import PrefillRow, bench_prefill
 from mlx_qkvshare.bench_restore import RestoreRow, bench_restore
 from mlx_qkvshare.bench_stock import StockCache
 from mlx_qkvshare.errors import IntegrityError
@@ -54,6 +59,15 @@ def test_decode_is_counted_for_every_kind(lm):
     assert row.kv_bytes_read_per_step_stock == 2 * lm.spec.context_bytes(TOKENS + private)
     assert row.ours_live_bytes >= row.floor_bytes and row.stock_batch_tokens_per_second > 0
     assert (row.stock_quantized_tokens_per_second is None) == bool(lm.spec.windows)
+
+
+def test_bytes_of_decoding_do_not_depend_on_how_many_rounds_are_timed():
+    one, three = (
+        bench_decode(T, agents=(2,), tokens=(TOKENS,), private_tokens=4, steps=2, repeats=repeats, quant=K8V8)[0]
+        for repeats in (1, 3)
+    )
+    for name, value in vars(one).items():
+        assert "second" in name or name.startswith("speedup") or value == getattr(three, name), name
 
 
 def test_restore_is_measured_for_every_kind(lm, tmp_path):
@@ -113,16 +127,75 @@ def test_peaks_of_a_prefill_are_counted_for_every_kind(lm):
             "the tail is in full precision until it is sealed"
         )
         assert row.stock_peak_bytes > 0 and row.ratio == row.ours_peak_bytes / row.stock_peak_bytes
-        assert (row.stock_quantized_peak_bytes is None) == bool(lm.spec.windows)
-        assert min(row.ours_seconds, row.stock_seconds) > 0
+        refused = {row.stock_quantized_peak_bytes is None, row.stock_quantized_seconds is None}
+        assert refused == {bool(lm.spec.windows)}
+        assert min(row.ours_seconds, row.stock_seconds) > 0 and row.time_ratio == row.ours_seconds / row.stock_seconds
     assert large.ours_peak_bytes > 2 * small.ours_peak_bytes
+
+
+def test_prefills_go_in_turn_behind_a_warm_up(monkeypatch):
+    notes, lengths = [], []
+    monkeypatch.setattr(bench_prefill_module, "prefill_and_seal", lambda lm, ids, quant: lengths.append(len(ids)))
+    bench_prefill(T, tokens=(80,), repeats=2, quant=K8V8, note=notes.append)
+    assert notes == ["warm-up", *[f"80 tokens: {it}" for it in ("ours", "mlx-lm", "mlx-lm, 8 bits")] * 2]
+    assert lengths == [64, 80, 80]
+    promised = (
+        "tokens, ours_peak_bytes, stock_peak_bytes, stock_quantized_peak_bytes, ours_seconds, stock_seconds, ratio"
+    )
+    assert list(PrefillRow.__annotations__)[:7] == promised.split(", ")
+
+
+def test_latencies_go_in_turn_behind_a_warm_up_and_are_held_against_mlx_lms():
+    notes: list[str] = []
+    options = {"prompt_tokens": 96, "shared_tokens": 64, "step_tokens": (32,), "repeats": 2}
+    rows = bench_latency(T, **options, quant=K8V8, note=notes.append)
+    ways = ["alone", "interleaved, 32 tokens a step", "not interleaved"]
+    ways += ["mlx-lm, 32 tokens a step", "mlx-lm, 2048 tokens a step"]
+    assert notes == [*(f"warm-up: {way}" for way in ways), *ways * 2]
+    by_way = {(row.way, row.step_tokens): row for row in rows}
+    ours, stock = by_way["interleaved", 32], by_way["mlx-lm", 32]
+    assert ours.p95_ratio == ours.p95_seconds / stock.p95_seconds
+    assert {row.way for row in rows if row.p95_ratio is not None} == {"interleaved"}
+
+
+def test_the_command_prints_the_ratio_of_latencies(monkeypatch, tmp_path):
+    sizes = ["--tokens", 64, "--shared", 64, "--step-tokens", 32]
+    result = run(monkeypatch, "bench", "latency", "--model", save_tiny(tmp_path), *sizes)
+    assert result.code == 0, result.err
+    assert "p95, interleaved / mlx-lm, 32 tokens a step: " in result.out
+    assert json.loads(result.out.splitlines()[-1])["machine"]["cpu"] != ""
+
+
+def test_other_memory_is_read_before_cold_memory_is_timed(monkeypatch):
+    class Other:
+        reads = 0
+
+        def sum(self) -> mx.array:
+            self.reads += 1
+            return mx.zeros(1)
+
+    other = Other()
+    monkeypatch.setattr(bench_attention_module, "_other_memory", lambda: other)
+    sizes = {"bits": [8], "tokens": [64], "queries": [1], "sessions": [1], "layers": 1, "repeats": 1}
+    one, batch = bench_attention(AttentionShape(4, 2, 64), **sizes)
+    ways = sum(time is not None for row in (one, batch) for time in row.cold_milliseconds.values())
+    assert other.reads == 2 * ways, "of the warm-up, too"
+
+
+def test_one_token_is_told_from_a_batch_of_one(monkeypatch):
+    sizes = ["--heads", 4, "--kv-heads", 2, "--head-dim", 64, "--tokens", 64, "--bits", 8]
+    result = run(monkeypatch, "bench", "attention", *sizes, "--queries", 1, "--agents", 1, "--repeats", 1)
+    assert result.code == 0, result.err
+    names = [re.split(r"\s{2,}", line.strip())[0] for line in result.out.splitlines()]
+    assert names.count("1") == names.count("batch of 1") == 2, "milliseconds and GB/s"
 
 
 @pytest.mark.parametrize("command", ["memory", "handoff", "decode", "prefill", "restore"])
 def test_the_command_says_that_mlx_lm_refuses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str) -> None:
     folder = save_tiny(tmp_path, **SLIDING)
     turn = ["--repeats", 1, "--turn", 4]
-    options = {"memory": ["--agents", 1], "decode": ["--agents", 1], "prefill": []}.get(command, turn)
+    few = {"memory": ["--agents", 1], "decode": ["--agents", 1], "prefill": ["--repeats", 1]}
+    options = few.get(command, turn)
     if command == "decode":
         options += ["--repeats", 1, "--steps", 1]
     result = run(monkeypatch, "bench", command, "--model", folder, "--tokens", TOKENS, *options)

@@ -2,7 +2,8 @@
 
 It runs the real commands on a pseudo-terminal, types what is scripted here, and writes prompts, input and output to
 docs/sessions/NAME.txt: escape codes are left out, and of a line that was rewritten its last state is kept. Without
-names all of them are recorded. `python tools/record.py NAME -- ARGUMENTS` records any other command.
+names all of them are recorded. `python tools/record.py NAME -- ARGUMENTS` records any other command. OpenBLAS is
+put under MLX where `tools/openblas.py` finds one; of a very long line, such as a benchmark's JSON, its start is kept.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -22,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "sessions"
 COLUMNS = 100
 SECONDS = 900
+LONGEST = 500  # characters of a line
 PROMPT = r"(?:^|\n)[\w ]+> $"
 MAIN = [sys.executable, "-P", "-c", "from mlx_qkvshare.cli.app import main; main()"]
 # A model of 135M parameters soon repeats itself at the temperatures that larger ones like.
@@ -93,6 +96,23 @@ def a_home_of_its_own():
         yield {"HOME": folder, "HF_HOME": hub}
 
 
+def with_openblas() -> dict[str, str]:
+    """The variables that `tools/openblas.py` prints behind `env`; none on macOS."""
+    script = [sys.executable, str(ROOT / "tools" / "openblas.py")]
+    found = shlex.split(subprocess.run(script, stdout=subprocess.PIPE, text=True, check=True).stdout)
+    return dict(it.split("=", 1) for it in found[1:])
+
+
+def typed(arguments: Sequence[str]) -> str:
+    """The command as a person types it: in quotes, ~ would be a folder of that name."""
+    shown = [f"~/{shlex.quote(it[2:])}" if it.startswith("~/") else shlex.quote(it) for it in arguments]
+    return " ".join(["qkvshare", *shown])
+
+
+def shortened(line: str) -> str:
+    return line if len(line) <= LONGEST else f"{line[:LONGEST]}... ({len(line):,} characters)"
+
+
 def record(recording: Recording, env: dict[str, str]) -> str:
     """Everything that was to be seen, the command included. Raises `SystemExit` if it did not end with 0."""
     os.chdir(ROOT)
@@ -102,8 +122,9 @@ def record(recording: Recording, env: dict[str, str]) -> str:
             screen.wait_for(PROMPT, SECONDS)
             screen.type(line + "\n")
         if (code := screen.end(SECONDS)) != 0:
-            raise SystemExit(f"qkvshare {shlex.join(recording.arguments)} ended with {code}:\n{as_seen(screen.raw)}")
-        text = f"$ qkvshare {shlex.join(recording.arguments)}\n{as_seen(screen.raw).rstrip()}\n"
+            raise SystemExit(f"{typed(recording.arguments)} ended with {code}:\n{as_seen(screen.raw)}")
+        seen = "\n".join(map(shortened, as_seen(screen.raw).rstrip().split("\n")))
+        text = f"$ {typed(recording.arguments)}\n{seen}\n"
     for place, name in ((env["HOME"], "~"), (str(ROOT), "."), (str(Path.home()), "~")):
         text = text.replace(place, name)
     return text
@@ -118,11 +139,12 @@ def main(arguments: list[str]) -> None:
     else:
         chosen = {name: RECORDINGS[name] for name in arguments or RECORDINGS}
     FOLDER.mkdir(parents=True, exist_ok=True)
-    with a_home_of_its_own() as env:
+    with a_home_of_its_own() as home:
+        env = home | with_openblas()
         for name, recordings in chosen.items():
             path = FOLDER / f"{name}.txt"
             path.write_text("".join(record(it, env) for it in recordings), encoding="utf-8")
-            print(path.relative_to(ROOT))
+            print(os.path.relpath(path))
 
 
 if __name__ == "__main__":
