@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from ..errors import ModelLoadError
 from ..measure import available_memory, report
-from ..plan import STEP_TOKENS, LayerBytes, Plan
+from ..plan import LayerBytes, Plan
 from ..plan import plan as make_plan
 from ..spec import PRESETS, QuantSpec
 from .options import (
@@ -27,12 +29,14 @@ from .options import (
 )
 from .terminal import ProgressLine, Terminal, format_bytes, make_table
 
+_MOST_AGENTS, _MOST_TOKENS = 10_000_000, 1_000_000_000
+
 
 def plan(
     model: Model = None,
-    agents: Annotated[int, typer.Option(help="Agents on the shared context.", min=1)] = 8,
-    shared: Annotated[int, typer.Option(help="Shared tokens.", min=1)] = 1024,
-    private: Annotated[int, typer.Option(help="Tokens of each agent's own.", min=1)] = 256,
+    agents: Annotated[int, typer.Option(help="Agents on the shared context.", min=1, max=_MOST_AGENTS)] = 8,
+    shared: Annotated[int, typer.Option(help="Shared tokens.", min=1, max=_MOST_TOKENS)] = 1024,
+    private: Annotated[int, typer.Option(help="Tokens of each agent's own.", min=1, max=_MOST_TOKENS)] = 256,
     bits: Bits = None,
     k_bits: KBits = None,
     v_bits: VBits = None,
@@ -58,29 +62,42 @@ def plan(
     asked = quant_spec(bits, k_bits, v_bits, group_size, preset)
     quant = asked if isinstance(asked, QuantSpec) else QuantSpec.preset(asked or "safe")
     available, what = available_memory() if memory is None else (parse_bytes(memory, "memory"), "--memory")
+    _require_headers(model)
     with contextlib.closing(ProgressLine(terminal)) as progress:
         found = outline(model, cache_dir=cache_dir, dtype=dtype, progress=progress)
     result = make_plan(
         found, agents=agents, shared_tokens=shared, private_tokens=private, quant=quant, available_bytes=available
     )
     if json_only:
-        row = dataclasses.asdict(result) | {"prefill_peak_bytes": result.prefill_peak_bytes}
+        peaks = {"prefill_peak_bytes": result.prefill_peak_bytes, "turn_peak_bytes": result.turn_peak_bytes}
+        row = dataclasses.asdict(result) | peaks
         print(json.dumps(report("plan", model_name(model), [row])), file=terminal.out.file)
     else:
-        _print(terminal, result, model_name(model), what)
+        _print(terminal, result, model_name(model), what, is_assumed=asked is None)
 
 
-def _print(terminal: Terminal, it: Plan, model: str, what: str) -> None:
-    terminal.line(f"{model} in {it.dtype}, {it.quant}: {it.agents} agents on {it.shared_tokens:,} shared tokens")
-    table = make_table(terminal, "", "bytes", "")
-    separate, tokens = format_bytes(it.separate_bytes), f"{it.shared_tokens + it.private_tokens:,} tokens"
+def _require_headers(source: str | None) -> None:
+    folder = None if source is None else Path(source).expanduser()
+    if folder and (folder / "config.json").is_file() and not any(folder.glob("model*.safetensors")):
+        raise ModelLoadError(
+            f"[plan] {source}: expected config.json and model*.safetensors, whose headers are read, got no weights"
+        )
+
+
+def _print(terminal: Terminal, it: Plan, model: str, what: str, *, is_assumed: bool) -> None:
+    terminal.line(f"{model} in {it.dtype}, {it.quant}")
+    if is_assumed:  # its verdict is filed under a digest of the weights
+        terminal.line("(assumed: what `qkvshare doctor` found best is known once weights are read)")
+    shared, private = _count(it.shared_tokens, "shared token"), _count(it.private_tokens, "private one")
+    terminal.line(f"{_count(it.agents, 'agent')} on {shared}, {private} each")
+    table, sure = make_table(terminal, "", "bytes", ""), "at most" if it.is_bound else "about"
     for name, count, how in (
         ("weights", it.weights_bytes, ""),
         ("shared, packed and held once", it.shared_bytes, f"{it.shared_bytes / it.shared_tokens:,.0f} a token"),
-        ("private, full precision", it.agents * it.private_bytes, f"{it.agents} x {format_bytes(it.private_bytes)}"),
+        ("private, full precision", it.agents * it.private_bytes, f"{it.agents:,} x {format_bytes(it.private_bytes)}"),
         ("all of it", it.live_bytes, ""),
-        ("peak while it is prefilled", it.prefill_peak_bytes, "at most, weights included"),
-        ("all, with separate caches", it.weights_bytes + it.separate_bytes, f"full precision, {it.agents} x {tokens}"),
+        ("peak: shared tokens prefilled", it.prefill_peak_bytes, f"{sure}, weights included"),
+        ("peak: last agent prefilled", it.turn_peak_bytes, f"{sure}, with all of it"),
     ):  # fmt: skip
         table.add_row(name, format_bytes(count), how)
     terminal.out.print(table)
@@ -93,7 +110,8 @@ def _print(terminal: Terminal, it: Plan, model: str, what: str) -> None:
     if not it.fits:
         terminal.line(_advice(it))
     fit = "would fit, too" if it.separate_fits else "would not fit"
-    terminal.line(f"with separate full-precision caches it {fit}: {separate} beside the weights")
+    separate = format_bytes(it.weights_bytes + it.separate_bytes)
+    terminal.line(f"with separate full-precision caches it {fit}: {separate} in all")
 
 
 def _advice(it: Plan) -> str:
@@ -104,17 +122,24 @@ def _advice(it: Plan) -> str:
 
 def _formula(it: Plan) -> list[str]:
     """The sums with their numbers."""
-    live = f"{it.weights_bytes:,} + {it.shared_bytes:,} + {it.agents} x {it.private_bytes:,} = {it.live_bytes:,}"
+    sign, agents = "<=" if it.is_bound else "~ ", f"{it.agents:,}"
     return [
-        f"all = weights + shared + agents x private = {live} bytes",
-        f"shared = {' + '.join(map(_term, it.layers))} = {it.shared_bytes:,} bytes",
-        f"peak <= weights + the shared tokens in full precision + one layer's rows of a step of {STEP_TOKENS} tokens",
-        f"      = {it.weights_bytes:,} + {it.prefill_tail_bytes:,} + {it.prefill_step_bytes:,} bytes",
+        f"all     =  weights + shared + {agents} x private",
+        f"        =  {it.weights_bytes:,} + {it.shared_bytes:,} + {agents} x {it.private_bytes:,} = {it.live_bytes:,}",
+        "shared  =  " + "\n        +  ".join(map(_term, it.layers)),
+        f"prefill {sign} weights + shared tokens in full precision + a step of them",
+        f"        =  {it.weights_bytes:,} + {it.prefill_tail_bytes:,} + {it.prefill_step_bytes:,}"
+        f" = {it.prefill_peak_bytes:,}",
+        f"last    {sign} all + a step, logits = {it.live_bytes:,} + {it.turn_step_bytes:,} = {it.turn_peak_bytes:,}",
     ]
 
 
 def _term(layer: LayerBytes) -> str:
-    rows = f"{layer.rows:,} rows x {layer.num_heads} heads x {layer.row_bytes}" if layer.rows else ""
+    rows = f"{layer.rows:,} rows x {_count(layer.num_heads, 'head')} x {layer.row_bytes}" if layer.rows else ""
     other = f"{layer.other_bytes:,}" if layer.other_bytes else ""
-    kind = "layers" if layer.name == "full" else f"layers ({layer.name})"
-    return f"{layer.count} {kind} x ({' + '.join(filter(None, (rows, other)))})"
+    kind = "" if layer.name == "full" else f" ({layer.name})"
+    return f"{_count(layer.count, 'layer')}{kind} x ({' + '.join(filter(None, (rows, other)))})"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -17,10 +17,10 @@ from cli_run import run, save_tiny
 from core_helpers import K8V8
 from mlx.utils import tree_flatten
 from test_gguf_convert import tiny_metadata, tiny_tensors, write_gguf
-from tiny import RECURRENT, SLIDING, tiny_config, tiny_loaded, tiny_model
+from tiny import RECURRENT, SLIDING, tiny_config, tiny_loaded, tiny_model, tiny_tokenizer
+from zoo_configs import build
 
-from mlx_qkvshare import LoadedModel, QuantSpec, load
-from mlx_qkvshare import plan as plan_module
+from mlx_qkvshare import AgentSession, LoadedModel, QuantSpec, SharedKVCacheManager, load
 from mlx_qkvshare.bench import ours_live
 from mlx_qkvshare.bench_prefill import prefill_and_seal
 from mlx_qkvshare.bench_stock import StockCache
@@ -28,14 +28,14 @@ from mlx_qkvshare.download import hub_headers
 from mlx_qkvshare.errors import InvalidValueError, ModelLoadError, UnsupportedModelError
 from mlx_qkvshare.folders import default_cache_dir
 from mlx_qkvshare.headers import Header, write_headers
-from mlx_qkvshare.measure import live_bytes, peak_bytes, sample_tokens
-from mlx_qkvshare.model import Outline, outline
-from mlx_qkvshare.plan import plan, prefill_step, widths
+from mlx_qkvshare.measure import AS_ASKED, live_bytes, peak_bytes, sample_tokens
+from mlx_qkvshare.model import Outline, describe, outline
+from mlx_qkvshare.plan import plan, query_heads, step_bytes
 from mlx_qkvshare.spec import PRESETS, StateSpec
 
 KINDS = {"full": {"layers": 4}, "sliding": {"layers": 4, **SLIDING}, "recurrent": RECURRENT}
 SHAPES = [(1, 400, 16), (2, 100, 40), (4, 64, 16)]  # agents, shared tokens, private tokens
-LIVE_TOLERANCE, PEAK_SHARE = 0.03, 0.55
+LIVE_TOLERANCE, PEAK_SHARE = 0.03, 0.5
 
 
 def outlined(**overrides) -> tuple[Outline, LoadedModel]:
@@ -51,6 +51,31 @@ def planned(model: Outline, agents: int, shared: int, private: int, quant: Quant
 def peak_of_prefill(lm: LoadedModel, num_tokens: int, quant: QuantSpec) -> int:
     ids = sample_tokens(lm.tokenizer, num_tokens)
     return peak_bytes(lambda: prefill_and_seal(lm, ids, quant))
+
+
+def peak_of_last_agent(lm: LoadedModel, agents: int, shared: int, private: int, quant: QuantSpec) -> int:
+    """Beside the weights, while the last of `agents` prefills its tokens."""
+    before, ids = live_bytes(), sample_tokens(lm.tokenizer, shared + private)
+    manager, held = SharedKVCacheManager(lm.spec, quant, **AS_ASKED), []
+    with AgentSession("prefill", lm, manager) as first:
+        first.prefill(ids[:shared])
+        first.seal()
+    for index in range(agents):
+        held.append(AgentSession(f"agent {index}", lm, manager))
+        live_bytes()
+        mx.reset_peak_memory()
+        held[-1].prefill(ids[:shared] + ids[shared + index :] + ids[shared : shared + index])
+    return mx.get_peak_memory() - before
+
+
+def assert_bounds(model: Outline, lm: LoadedModel, quant: QuantSpec, shape: tuple[int, int, int]) -> None:
+    """Both peaks stay below what is planned, and near it."""
+    found = planned(model, *shape, quant)
+    peaks = (peak_of_prefill(lm, shape[1], quant), peak_of_last_agent(lm, *shape, quant))
+    assert found.is_bound and found.needed_bytes == max(found.prefill_peak_bytes, found.turn_peak_bytes)
+    for peak, bound in zip(peaks, (found.prefill_peak_bytes, found.turn_peak_bytes), strict=True):
+        bound -= found.weights_bytes
+        assert PEAK_SHARE * bound <= peak <= bound, (shape, peaks, found)
 
 
 def assert_predicts(model: Outline, lm: LoadedModel, quant: QuantSpec, shape: tuple[int, int, int]):
@@ -79,19 +104,31 @@ def test_separate_caches_are_predicted():
 
 @pytest.mark.parametrize("kind", ["full", "sliding"])
 @pytest.mark.parametrize("quant", [K8V8, QuantSpec.preset("tight")], ids=str)
-def test_the_peak_of_a_prefill_stays_below_the_bound_and_near_it(kind, quant):
+def test_both_peaks_stay_below_the_bound_and_near_it(kind, quant):
     model, lm = outlined(**KINDS[kind])
-    for tokens in (40, 300, 1000):
-        peak = peak_of_prefill(lm, tokens, quant)
-        found = planned(model, 1, tokens, 16, quant)
-        bound = found.prefill_peak_bytes - found.weights_bytes
-        assert PEAK_SHARE * bound <= peak <= bound, (tokens, peak, bound)
+    for shape in ((1, 100, 60), (3, 1000, 700)):
+        assert_bounds(model, lm, quant, shape)
 
 
-def test_a_model_whose_last_layer_alone_sees_all_stays_below_the_bound():
+def zoo_outlined(name: str) -> tuple[Outline, LoadedModel]:
+    model, config = build(name)
+    config |= {"max_position_embeddings": 8192}
+    spec = describe(model, config)
+    return Outline(model, config, spec), LoadedModel(model, tiny_tokenizer(), spec)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "deepseek_v32", "gpt_oss"])
+def test_the_peaks_of_models_beside_the_fused_route_are_bounds(name):
+    """Latent attention, which unpacks a layer, an index of keys, and sinks."""
+    assert_bounds(*zoo_outlined(name), K8V8, (2, 1500, 300))
+
+
+def test_of_a_recurrent_model_no_bound_is_claimed():
     model, lm = outlined(**RECURRENT)
     found = planned(model, 1, 600, 16)
-    assert peak_of_prefill(lm, 600, K8V8) <= found.prefill_peak_bytes - found.weights_bytes
+    assert not found.is_bound
+    about = found.prefill_peak_bytes - found.weights_bytes
+    assert PEAK_SHARE * about <= peak_of_prefill(lm, 600, K8V8) <= about / PEAK_SHARE
 
 
 @pytest.mark.slow
@@ -105,10 +142,8 @@ def test_real_models_are_predicted(name):
     quants = (QuantSpec(), QuantSpec.preset("tight"), QuantSpec(16, 16))
     for quant, shape in zip(quants, [(1, 400, 16), (4, 256, 64), (8, 128, 16)], strict=True):
         assert_predicts(model, lm, quant, shape)
-    for tokens in (200, 600):
-        peak, found = peak_of_prefill(lm, tokens, QuantSpec()), planned(model, 1, tokens, 16, QuantSpec())
-        bound = found.prefill_peak_bytes - found.weights_bytes
-        assert PEAK_SHARE * bound <= peak <= bound, (tokens, peak, bound)
+    for shape in ((1, 600, 200), (8, 256, 256)):
+        assert_bounds(model, lm, QuantSpec.preset("safe"), shape)
 
 
 # --- from headers alone ---------------------------------------------------------------------------
@@ -253,34 +288,52 @@ def test_the_terms_make_up_the_sum(kind, quant):
     )
 
 
-def test_the_widths_are_those_of_the_config():
+def test_query_heads_are_those_of_the_config():
     model, _ = outlined(layers=4)
-    found = widths(model)
-    assert (found.hidden, found.num_heads, found.queries, found.inner, found.vocabulary) == (128, 4, 256, 256, 343)
-    nested = model._replace(config={"text_config": model.config})
-    assert widths(nested) == found
-    silent = model._replace(config={})  # the widest products stand in
-    assert widths(silent).hidden == 256 and widths(silent).vocabulary == 343
+    assert query_heads(model.spec, model.config) == query_heads(model.spec, {"text_config": model.config}) == 4
+    assert query_heads(model.spec, {}) == query_heads(model.spec, {"num_attention_heads": [4, 4]}) == 2
+
+
+@pytest.mark.parametrize("name", ["moe_topk", "num_experts_per_tok", "top_k_experts", "vocab_size", "hidden_size"])
+def test_lists_by_layer_do_not_stop_a_plan(name):
+    model, _ = outlined(layers=4)
+    listed = model._replace(config={**model.config, name: [2, 2, 2, 2]})
+    assert planned(listed, 2, 100, 10) == planned(model, 2, 100, 10)
+
+
+def test_weights_are_put_back():
+    model, _ = outlined(layers=4)
+    before, contiguous = dict(tree_flatten(model.model.parameters())), mx.contiguous
+    step_bytes(model, K8V8, 100, 20)
+    after = dict(tree_flatten(model.model.parameters()))
+    assert all(after[name] is array for name, array in before.items()) and mx.contiguous is contiguous
+
+
+def test_what_cannot_be_exported_is_planned_as_on_a_cpu(monkeypatch):
+    model, _ = outlined(layers=4)
+    wanted, export, calls = step_bytes(model, K8V8, 100, 20), mx.export_function, []
+
+    def fails_once(*args: object) -> None:
+        calls.append(args)
+        if len(calls) == 1:
+            raise ValueError("Unable to get state for primitive Kernel")
+        export(*args)
+
+    monkeypatch.setattr(mx, "export_function", fails_once)
+    assert step_bytes(model, K8V8, 100, 20) == wanted and len(calls) == 2
 
 
 def test_what_fits_is_told_from_what_does_not():
     model, _ = outlined(layers=4)
     large = QuantSpec(16, 16)
-    # Many agents, so that the peak of the prefill is no matter.
-    needs = {name: planned(model, 400, 800, 16, quant).needed_bytes for name, quant in PRESETS.items()}
+    # Many agents, so that the peak of the prefill is no matter; one token, so that all read their bytes packed.
+    needs = {name: planned(model, 400, 800, 1, quant).needed_bytes for name, quant in PRESETS.items()}
     assert needs["safe"] > needs["balanced"] > needs["tight"]
     for name, least in needs.items():
-        found = planned(model, 400, 800, 16, large, available=least)
+        found = planned(model, 400, 800, 1, large, available=least)
         assert not found.fits and found.preset == name and not found.separate_fits
-        assert planned(model, 400, 800, 16, PRESETS[name], available=least).fits
-    assert planned(model, 400, 800, 16, available=needs["tight"] - 1).preset is None
-
-
-def test_the_peak_counts_scores_only_where_attention_holds_them(monkeypatch):
-    model, _ = outlined(layers=4)
-    held = prefill_step(model, 3000, K8V8)
-    monkeypatch.setattr(plan_module.mx, "default_device", lambda: mx.Device(mx.gpu))
-    assert prefill_step(model, 3000, K8V8) < held / 2
+        assert planned(model, 400, 800, 1, PRESETS[name], available=least).fits
+    assert planned(model, 400, 800, 1, available=needs["tight"] - 1).preset is None
 
 
 @pytest.mark.parametrize(
@@ -293,16 +346,28 @@ def test_bad_counts_are_refused(sizes, words):
 
 def test_the_command(monkeypatch, tmp_path):
     folder = save_tiny(tmp_path, layers=4)
-    options = ["plan", "--model", folder, "--agents", 200, "--shared", 400, "--private", 16]
+    options = ["plan", "--model", folder, "--agents", 200, "--shared", 400, "--private", 1]
     shown = run(monkeypatch, *options, "--preset", "tight")
-    assert shown.code == 0 and "it fits" in shown.out and "all = weights + shared + agents x private" in shown.out
+    assert shown.code == 0 and "it fits" in shown.out and "weights + shared + 200 x private" in shown.out
     (line,) = run(monkeypatch, *options, "--preset", "tight", "--json").out.splitlines()
     (row,) = json.loads(line)["results"]
-    assert row["fits"] and row["needed_bytes"] == max(row["live_bytes"], row["prefill_peak_bytes"])
+    assert row["fits"] and row["needed_bytes"] == max(row["turn_peak_bytes"], row["prefill_peak_bytes"])
     assert f"{row['live_bytes']:,}" in shown.out and f"{row['shared_bytes']:,}" in shown.out
     least = row["needed_bytes"]
     shown = run(monkeypatch, *options, "--bits", 8, "--memory", least)
     assert "it does not fit" in shown.out and "--preset tight would fit" in shown.out
     assert "nor would any preset" in run(monkeypatch, *options, "--bits", 8, "--memory", least - 1).out
     assert run(monkeypatch, *options, "--memory", "lots").code == 2
+    assert "assumed" not in shown.out and "assumed" in run(monkeypatch, *options).out
     shutil.rmtree(folder)
+
+
+def test_the_command_counts_one_and_refuses_the_absurd(monkeypatch, tmp_path):
+    folder = save_tiny(tmp_path, layers=1)
+    shown = run(monkeypatch, "plan", "--model", folder, "--agents", 1, "--shared", 1, "--private", 1).out
+    assert "1 agent on 1 shared token, 1 private one each" in shown and "1 layer x" in shown
+    shown = run(monkeypatch, "plan", "--model", folder, "--agents", 10**20)
+    assert shown.code == 2 and "--agents" in shown.err
+    (folder / "model.safetensors").unlink()
+    shown = run(monkeypatch, "plan", "--model", folder)
+    assert shown.code == 2 and "expected config.json and model*.safetensors" in shown.err
