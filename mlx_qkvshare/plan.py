@@ -20,7 +20,7 @@ from mlx.utils import tree_map
 
 from .attention import quantized_attention
 from .context import chunk_size
-from .errors import InvalidValueError
+from .errors import InvalidValueError, UnsupportedModelError
 from .layer_cache import tail_capacity
 from .manager import SharedKVCacheManager
 from .quantize import Basis, QuantizedTensor
@@ -106,6 +106,7 @@ def plan(
 
     Raises:
         InvalidValueError: a count is not above 0, or an agent's tokens are more than the model's context.
+        UnsupportedModelError: the model computes on values, not on shapes alone (dbrx).
     """
     spec = model.spec
     for name, value in (("agents", agents), ("shared", shared_tokens), ("private", private_tokens)):
@@ -240,13 +241,17 @@ def _graph(model: Outline, quant: QuantSpec, shared_tokens: int, tail: int, step
 
 
 def _export(nodes: list[Node], run: Callable[[mx.array], list[mx.array]], step: int) -> None:
+    """Raises `UnsupportedModelError` for a model that looks at what it computes."""
     device = mx.default_device()
     try:
         mx.export_function(nodes.append, run, mx.zeros((1, step), mx.int32))
-    except ValueError:  # a kernel of a GPU that cannot be exported: the same step as a CPU would take it
+    except ValueError:  # perhaps a kernel of a GPU that cannot be exported: the same step as a CPU would take it
         nodes.clear()
         mx.set_default_device(mx.cpu)
-        mx.export_function(nodes.append, run, mx.zeros((1, step), mx.int32))
+        try:
+            mx.export_function(nodes.append, run, mx.zeros((1, step), mx.int32))
+        except ValueError as error:
+            raise UnsupportedModelError(f"[plan] expected a model that runs on shapes alone, got: {error}") from error
     finally:
         mx.set_default_device(device)
 

@@ -123,6 +123,11 @@ def test_the_peaks_of_models_beside_the_fused_route_are_bounds(name):
     assert_bounds(*zoo_outlined(name), K8V8, (2, 1500, 300))
 
 
+def test_a_model_that_looks_at_what_it_computes_is_refused():
+    with pytest.raises(UnsupportedModelError, match="shapes alone"):
+        planned(zoo_outlined("dbrx")[0], 1, 100, 16)
+
+
 def test_of_a_recurrent_model_no_bound_is_claimed():
     model, lm = outlined(**RECURRENT)
     found = planned(model, 1, 600, 16)
