@@ -19,9 +19,8 @@ from .fidelity import fidelity, standard_candidates
 from .manager import SharedKVCacheManager
 from .measure import AS_ASKED
 from .passages import TEXTS, copy_passage, passage, text_of
-from .plan import query_heads
 from .session import AgentSession
-from .spec import LayerSpec, QuantSpec
+from .spec import CacheSpec, LayerSpec, QuantSpec
 
 if TYPE_CHECKING:
     from .model import LoadedModel
@@ -90,8 +89,18 @@ def layer_shape(lm: LoadedModel) -> AttentionShape:
     args: Any = getattr(lm.model, "args", getattr(lm.model, "config", None))
     is_known = dataclasses.is_dataclass(args)
     config = dataclasses.asdict(args) if is_known else {}  # nested ones become dicts
-    heads = seen[widest] if widest in seen else query_heads(lm.spec, config)
+    heads = seen[widest] if widest in seen else _query_heads(lm.spec, config)
     return AttentionShape(heads, layers[widest].n_kv_heads, layers[widest].k_head_dim)
+
+
+def _query_heads(spec: CacheSpec, config: Mapping[str, Any]) -> int:
+    """Those of a layer, by the config; where it is silent as many as KV heads."""
+    nested = [config.get(key) for key in ("text_config", "llm_config", "language_config")]
+    parts = [*(it for it in nested if isinstance(it, Mapping)), config]
+    names = ("num_attention_heads", "n_heads", "n_head")
+    found = (part.get(name) for part in parts for name in names)
+    heads = next((it for it in found if isinstance(it, int) and it > 0), 0)
+    return max([heads, *(it.n_kv_heads for it in spec.attention)])
 
 
 def _restore(lm: LoadedModel, sizes: Sizes, note: Note) -> dict[str, Any]:

@@ -212,7 +212,7 @@ def _default_folder(cache_dir: Path, dtype: str) -> Path:
     return cache_dir / f"{DEFAULT_MODEL.rpartition('/')[2]}-{dtype}"
 
 
-_READ_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError)
+_READ_ERRORS = (OSError, ValueError, ArithmeticError, KeyError, TypeError, AttributeError, RuntimeError, ImportError)
 
 
 def _read(

@@ -72,6 +72,7 @@ FLOORS = {
     "passages": 6.1,
     "calibrate": 6.2,
     "bench_stock": 6.4,
+    "peak": 6.3,
     "plan": 6.4,
     "fidelity": 6.5,
     "doctor": 6.55,

@@ -30,7 +30,8 @@ from mlx_qkvshare.folders import default_cache_dir
 from mlx_qkvshare.headers import Header, write_headers
 from mlx_qkvshare.measure import AS_ASKED, live_bytes, peak_bytes, sample_tokens
 from mlx_qkvshare.model import Outline, describe, outline
-from mlx_qkvshare.plan import plan, query_heads, step_bytes
+from mlx_qkvshare.peak import step_bytes
+from mlx_qkvshare.plan import plan
 from mlx_qkvshare.spec import PRESETS, StateSpec
 
 KINDS = {"full": {"layers": 4}, "sliding": {"layers": 4, **SLIDING}, "recurrent": RECURRENT}
@@ -291,12 +292,6 @@ def test_the_terms_make_up_the_sum(kind, quant):
     assert any(term.name == "state" for term in found.layers) == any(
         isinstance(it, StateSpec) for it in model.spec.layers
     )
-
-
-def test_query_heads_are_those_of_the_config():
-    model, _ = outlined(layers=4)
-    assert query_heads(model.spec, model.config) == query_heads(model.spec, {"text_config": model.config}) == 4
-    assert query_heads(model.spec, {}) == query_heads(model.spec, {"num_attention_heads": [4, 4]}) == 2
 
 
 @pytest.mark.parametrize("name", ["moe_topk", "num_experts_per_tok", "top_k_experts", "vocab_size", "hidden_size"])
