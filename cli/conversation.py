@@ -272,10 +272,8 @@ class Conversation:
 
     def take_back(self, num_turns: int) -> int:
         """Forget the last questions, documents included, and their answers; the number of tokens forgotten."""
-        said = sum(message.role == "user" for message in self.current.messages)
-        if num_turns > said:
-            what = f"expected 1..{said} of what was said, got {num_turns}"
-            raise InvalidValueError(what if said else "there is nothing to take back: nothing was said yet")
+        if not any(message.role == "user" for message in self.current.messages):
+            raise InvalidValueError("there is nothing to take back: nothing was said yet")
         forgotten = self.current.take_back(num_turns)
         if self.current.name in self._lengths:
             self._note_length()
@@ -304,7 +302,7 @@ class Conversation:
 
         Its name comes along if it is not.
         """
-        store = CardStore(self.settings.store)
+        store, name = CardStore(self.settings.store), plain_name(name)
         author = store.inspect(name).agent
         receiver = self.current if self.is_for_all else self.sessions.get(author, self.current)
         with Interrupts() as interrupts:

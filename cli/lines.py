@@ -42,13 +42,22 @@ class Typed(NamedTuple):
     is_line: bool
 
 
-def _at(complete: Callable[[str, str], Sequence[str]], line: str, word: str, index: int) -> str | None:
-    """As readline asks: the offer of that index, None behind the last one."""
-    try:
-        offers = complete(line, word)
-    except Exception:  # a Tab that cannot be answered is no error
-        return None
-    return offers[index] if index < len(offers) else None
+class _Completer:
+    """As readline asks for what `complete` offers: one after the other by index, None behind the last."""
+
+    def __init__(self, complete: Callable[[str, str], Sequence[str]]):
+        self._complete = complete
+        self._offers: Sequence[str] = ()
+
+    def __call__(self, word: str, index: int) -> str | None:
+        if index == 0:  # looked for once a Tab, not once an offer
+            import readline
+
+            try:
+                self._offers = self._complete(readline.get_line_buffer(), word)
+            except Exception:  # a Tab that cannot be answered is no error
+                self._offers = ()
+        return self._offers[index] if index < len(self._offers) else None
 
 
 class LineReader:
@@ -73,7 +82,7 @@ class LineReader:
 
                 readline.set_history_length(_KEPT_LINES)
                 readline.set_completer_delims(" ")
-                readline.set_completer(lambda word, index: _at(complete, readline.get_line_buffer(), word, index))
+                readline.set_completer(_Completer(complete))
                 is_libedit = "libedit" in (readline.__doc__ or "")
                 readline.parse_and_bind("bind ^I rl_complete" if is_libedit else "tab: complete")
                 if history is not None:

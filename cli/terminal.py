@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-# Control characters become their pictures (U+2400…), so that no escape code reaches the terminal.
 _SECONDS_BETWEEN_LINES = 10.0
+# Control characters become their pictures (U+2400…), so that no escape code reaches the terminal.
 _PICTURES = {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"} | {0x7F: "\u2421"}
 _UNPRINTABLE = dict.fromkeys([*range(0x80, 0xA0), *range(0xD800, 0xE000)], "\ufffd")
 _HARMLESS = _PICTURES | _UNPRINTABLE

@@ -333,6 +333,18 @@ def test_a_kept_conversation_says_who_is_missing_and_which_branches_were_left(
         assert wrong.code == 2 and "name: expected 1 to 128 printable" in wrong.err, "before a model is looked for"
 
 
+def test_a_name_in_another_form_of_unicode_is_the_same_name(
+    monkeypatch: pytest.MonkeyPatch, tiny: Path, tmp_path: Path
+) -> None:
+    force_replies(monkeypatch, "one")
+    composed, apart = "caf\u00e9", "cafe\u0301"
+    options = ("chat", "--model", tiny, "--agent", "solo", "--store", tmp_path)
+    assert run(monkeypatch, *options, stdin=f"hi\n/save {apart}\n").code == 0
+    assert CardStore(tmp_path).names() == [composed]
+    found = run(monkeypatch, *options, "--resume", apart, stdin=f"/load {apart}\n")
+    assert found.code == 0 and "error" not in found.err and found.err.count("speaking: solo)") == 3
+
+
 def test_a_reply_that_does_not_fit_is_told_by_its_own_limit(
     monkeypatch: pytest.MonkeyPatch, tiny: Path, tmp_path: Path
 ) -> None:
