@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ..errors import ModelLoadError
 from ..measure import available_memory, report
 from ..plan import LayerBytes, Plan
 from ..plan import plan as make_plan
@@ -62,7 +60,6 @@ def plan(
     asked = quant_spec(bits, k_bits, v_bits, group_size, preset)
     quant = asked if isinstance(asked, QuantSpec) else QuantSpec.preset(asked or "safe")
     available, what = available_memory() if memory is None else (parse_bytes(memory, "memory"), "--memory")
-    _require_headers(model)
     with contextlib.closing(ProgressLine(terminal)) as progress:
         found = outline(model, cache_dir=cache_dir, dtype=dtype, progress=progress)
     result = make_plan(
@@ -74,14 +71,6 @@ def plan(
         print(json.dumps(report("plan", model_name(model), [row])), file=terminal.out.file)
     else:
         _print(terminal, result, model_name(model), what, is_assumed=asked is None)
-
-
-def _require_headers(source: str | None) -> None:
-    folder = None if source is None else Path(source).expanduser()
-    if folder and (folder / "config.json").is_file() and not any(folder.glob("model*.safetensors")):
-        raise ModelLoadError(
-            f"[plan] {source}: expected config.json and model*.safetensors, whose headers are read, got no weights"
-        )
 
 
 def _print(terminal: Terminal, it: Plan, model: str, what: str, *, is_assumed: bool) -> None:

@@ -148,6 +148,10 @@ def _find_headers(
         gguf_headers(path, work, gguf_dtype)
         return work
     if path.is_dir():
+        if (path / "config.json").is_file() and not any(path.glob("model*.safetensors")):
+            raise ModelLoadError(
+                f"[plan] {source}: expected config.json and model*.safetensors, whose headers are read, got no weights"
+            )
         return path
     if source is not None and not (isinstance(source, str) and _REPO_ID.fullmatch(source)):
         raise ModelLoadError(f"[plan] {source}: expected a Hub id, a model directory or a .gguf file, got no such path")
